@@ -1,0 +1,1 @@
+"""kvjax: KV-cache management for long-context inference in JAX."""

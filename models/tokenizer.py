@@ -1,0 +1,202 @@
+"""Text to ids and back, with the vocabulary, merges and chat template of the model's own file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from models.chat_template import Message, render
+from models.safetensors_reader import read_json
+
+# GGUF names the splitting rule and does not describe it.
+_DIGITS_THEN_BYTES = ("smollm", "smollm2")
+# token_type values of GGUF
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+  """Byte-level BPE of one model.
+
+  Attributes:
+    backend: the compiled vocabulary and merges.
+    bos_id: id that starts a text, if the model has one.
+    eos_ids: ids that end generation.
+    add_bos: `encode` puts `bos_id` in front, as the model's files ask.
+    chat_template: Jinja source, if the model has one.
+  """
+
+  backend: tokenizers.Tokenizer
+  bos_id: int | None
+  eos_ids: tuple[int, ...]
+  add_bos: bool
+  chat_template: str | None
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of ids, special ones included."""
+    return self.backend.get_vocab_size(with_added_tokens=True)
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of a text; special tokens written out in it become their single id.
+
+    The text of `chat` may start with the token that starts a text: it is not added twice.
+    """
+    ids = self.backend.encode(text, add_special_tokens=False).ids
+    if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+      return [self.bos_id, *ids]
+    return ids
+
+  def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    """Text of ids; bytes that are not UTF-8 become the replacement character."""
+    return self.backend.decode(list(map(int, ids)), skip_special_tokens=skip_special)
+
+  def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    """The prompt of a conversation, to be given to `encode`.
+
+    Args:
+      messages: each with "role" and "content".
+      add_generation_prompt: ends where the assistant's answer begins.
+
+    Raises:
+      ValueError: the model has no chat template, or it refuses the messages.
+    """
+    if self.chat_template is None:
+      raise ValueError("the model has no chat template; give it the plain text of the prompt")
+    return render(
+      self.chat_template,
+      messages,
+      add_generation_prompt=add_generation_prompt,
+      bos_token=self._token(self.bos_id),
+      eos_token=self._token(self.eos_ids[0] if self.eos_ids else None),
+    )
+
+  def _token(self, token_id: int | None) -> str:
+    return "" if token_id is None else self.backend.id_to_token(token_id) or ""
+
+
+def from_gguf(info: Mapping[str, Any], path: Path) -> Tokenizer | None:
+  """The tokenizer in the metadata of a GGUF file, None when it holds none.
+
+  Raises:
+    ValueError: a kind of tokenizer or a splitting rule that is not known here.
+  """
+  kind = info.get("tokenizer.ggml.model")
+  if kind is None:
+    return None
+  if kind != "gpt2":
+    raise ValueError(f"{path}: unknown tokenizer {kind!r}, expected 'gpt2' (byte-level BPE)")
+  rule = info.get("tokenizer.ggml.pre")
+  if rule not in _DIGITS_THEN_BYTES:
+    raise ValueError(
+      f"{path}: unknown pre-tokenizer {rule!r}, expected one of {', '.join(_DIGITS_THEN_BYTES)}; "
+      "use the model's folder with tokenizer.json instead"
+    )
+  eos_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+  stops = (info.get(f"tokenizer.ggml.{key}") for key in eos_keys)
+  return Tokenizer(
+    backend=_byte_level_bpe(info, path),
+    bos_id=info.get("tokenizer.ggml.bos_token_id"),
+    eos_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
+    add_bos=bool(info.get("tokenizer.ggml.add_bos_token", False)),
+    chat_template=info.get("tokenizer.chat_template"),
+  )
+
+
+def from_folder(folder: Path) -> Tokenizer | None:
+  """The tokenizer of a Hugging Face folder, None when it holds no tokenizer.json.
+
+  Ids that end generation are those of generation_config.json, of the tokenizer's own end token,
+  and, when neither says anything, of config.json.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  path = folder / "tokenizer.json"
+  if not path.exists():
+    return None
+  try:
+    backend = tokenizers.Tokenizer.from_file(str(path))
+  except Exception as error:  # the library raises plain Exception
+    raise ValueError(f"{path} is not a readable tokenizer ({error}); download it again") from error
+  tokens = _optional_json(folder / "special_tokens_map.json")
+  tokens |= _optional_json(folder / "tokenizer_config.json")
+  bos_id = _token_id(backend, tokens.get("bos_token"))
+  # Without a word on it, the file's own post-processing says whether a text gets a first token.
+  start = backend.encode("", add_special_tokens=True).ids[:1]
+  add_bos = tokens.get("add_bos_token")
+  return Tokenizer(
+    backend=backend,
+    bos_id=bos_id,
+    eos_ids=_stop_ids(folder, _token_id(backend, tokens.get("eos_token"))),
+    add_bos=bos_id is not None and (start == [bos_id] if add_bos is None else bool(add_bos)),
+    chat_template=_folder_template(folder, tokens.get("chat_template")),
+  )
+
+
+def _byte_level_bpe(info: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
+  tokens, merges = info.get("tokenizer.ggml.tokens"), info.get("tokenizer.ggml.merges")
+  if tokens is None or merges is None:
+    raise ValueError(f"{path}: metadata lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
+  vocab = {token: index for index, token in enumerate(tokens)}
+  pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+  try:
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+  except Exception as error:  # the library raises plain Exception
+    raise ValueError(f"{path}: vocabulary and merges do not fit together: {error}") from error
+  backend.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+  )
+  backend.decoder = decoders.ByteLevel()
+  types = info.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+  named = list(zip(tokens, types, strict=True))
+  for special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
+    added = [
+      tokenizers.AddedToken(token, special=special, normalized=False)
+      for token, token_type in named
+      if token_type == kind
+    ]
+    (backend.add_special_tokens if special else backend.add_tokens)(added)
+  return backend
+
+
+def _stop_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
+  stops = _as_ids(_optional_json(folder / "generation_config.json").get("eos_token_id"))
+  if eos_id is not None:
+    stops = [*stops, eos_id]
+  if not stops:
+    stops = _as_ids(_optional_json(folder / "config.json").get("eos_token_id"))
+  return tuple(dict.fromkeys(stops))
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+  if value is None:
+    return []
+  return [value] if isinstance(value, int) else list(value)
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: str | dict[str, Any] | None) -> int | None:
+  if isinstance(token, dict):
+    token = token.get("content")
+  return None if token is None else backend.token_to_id(token)
+
+
+def _folder_template(folder: Path, configured: str | list[dict[str, str]] | None) -> str | None:
+  path = folder / "chat_template.jinja"
+  if path.exists():
+    return path.read_text(encoding="utf-8")
+  if isinstance(configured, list):
+    return {one["name"]: one["template"] for one in configured}.get("default")
+  return configured
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+  return read_json(path) if path.exists() else {}

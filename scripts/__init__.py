@@ -1,0 +1,1 @@
+"""Commands; run them as `python -m scripts.NAME`."""

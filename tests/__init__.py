@@ -1,0 +1,1 @@
+"""The test suite; `scripts/test.sh` runs it."""

@@ -1,0 +1,42 @@
+"""The strict suite: no implicit rank or dtype promotion, no network, no files of the user.
+
+Tests that are marked slow may use the network and the user's cache of models. A test that needs
+looser arithmetic says so with `with jax.numpy_dtype_promotion("standard")`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from unittest import mock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported; subprocesses inherit it
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def _connect_locally(self: socket.socket, address, _connect=socket.socket.connect):
+  if self.family in (socket.AF_INET, socket.AF_INET6):
+    raise OSError(f"a test that is not marked slow tried to connect to {address}")
+  return _connect(self, address)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+  """Takes the network away, from fixtures of every scope too, unless the test is marked slow."""
+  if item.get_closest_marker("slow"):
+    return (yield)
+  with mock.patch.object(socket.socket, "connect", _connect_locally):
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(request, monkeypatch, tmp_path_factory):
+  """Fetched files and stamps of a test go to a folder of its own, unless it is marked slow."""
+  if not request.node.get_closest_marker("slow"):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
