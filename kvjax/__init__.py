@@ -1,1 +1,35 @@
 """kvjax: KV-cache management for long-context inference in JAX."""
+
+from kvjax.cache import CacheBytes, KVCache, cache_bytes
+from kvjax.config import CacheConfig, ModelConfig
+from kvjax.engine import (
+  Generation,
+  Runner,
+  Sampling,
+  decode_step,
+  generate,
+  prepare,
+  selected_pages,
+)
+from kvjax.policies import POLICIES, make_policy
+from kvjax.stores import STORES
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "POLICIES",
+  "STORES",
+  "CacheBytes",
+  "CacheConfig",
+  "Generation",
+  "KVCache",
+  "ModelConfig",
+  "Runner",
+  "Sampling",
+  "cache_bytes",
+  "decode_step",
+  "generate",
+  "make_policy",
+  "prepare",
+  "selected_pages",
+]

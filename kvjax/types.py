@@ -18,10 +18,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from kvjax.config import ModelConfig
+from kvjax.config import CacheConfig, ModelConfig
 
 Params = Any  # a pytree of arrays
 State = Any  # a pytree of arrays
+
+DENSE = "dense"  # a layer that attends to everything: contiguous layout
+SELECT = "select"  # a layer that attends to what its policy selects: paged layout
 
 
 class Rotate(Protocol):
@@ -64,3 +67,136 @@ class Model(NamedTuple):
   forward: Callable[..., tuple[jax.Array, State]]
   unembed: Callable[[Params, jax.Array], jax.Array]
   rotate: Rotate
+
+
+class LayerPlan(NamedTuple):
+  """Static roles of the L layers: `DENSE` or `SELECT` each."""
+
+  roles: tuple[str, ...]
+
+  @property
+  def select_layers(self) -> tuple[int, ...]:
+    """Indices of the layers that select, in order; a layer's place here is its `row`."""
+    return tuple(layer for layer, role in enumerate(self.roles) if role == SELECT)
+
+
+class Inputs(NamedTuple):
+  """What a policy may look at. New fields are added as methods need them; a policy takes what it
+  uses and ignores the rest, which jit then never computes.
+
+  Attributes:
+    layer: static index of the layer.
+    row: static index of the layer among those that select.
+    q: f[B, S, H, D], after the position rule.
+    k: f[B, S, K, D], as the store keeps them.
+    v: f[B, S, K, D].
+    positions: i32[B, S], true positions.
+    valid: bool[B, S], False for padding.
+    lengths: i32[B], tokens of each row including those of this call.
+    slot_positions: i32[B, K, T], true position of the token in each slot of the row's pages,
+      -1 where there is none.
+    hidden: f[B, S, E], input of the layer's projections.
+  """
+
+  layer: int
+  row: int
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  positions: jax.Array
+  valid: jax.Array
+  lengths: jax.Array
+  slot_positions: jax.Array
+  hidden: jax.Array
+
+
+class Selection(NamedTuple):
+  """What one layer attends to now; static width.
+
+  Attributes:
+    pages: i32[B, K, M], pages of the row (places in its table, not in the pool). [B, H, M] when
+      each query head has its own.
+    mask: bool[B, K, M, C or 1], slots that count. The store also masks slots without a token.
+  """
+
+  pages: jax.Array
+  mask: jax.Array
+
+
+class Recalled(NamedTuple):
+  """What a store gives back for a selection.
+
+  Attributes:
+    pages: i32[B, K, M], rows of the pool.
+    mask: bool[B, K, M, C], slots that count and hold a token.
+    positions: i32[B, K, M, C], their true positions.
+  """
+
+  pages: jax.Array
+  mask: jax.Array
+  positions: jax.Array
+
+
+class Policy(NamedTuple):
+  """Which KV matters now: OPKV's five callbacks as pure functions, and what they promise.
+
+  Attributes:
+    name: its name in tables and on command lines.
+    budget_tokens: most tokens that a selecting layer reads in a step; None for all of them.
+    stores: names of the stores it may run on, the default first.
+    register: `register(model_config, cache_config) -> LayerPlan, state`: roles and initial state.
+    preprocess: `preprocess(state, inputs) -> state`, for each prefill chunk and decode token of a
+      selecting layer, after the store has taken the keys.
+    select: `select(state, inputs) -> Selection, state`, in decode. For a policy that drops it is
+      also called once after prefill, without q, k, v and hidden: what it names is kept.
+    fetch: overrides the store's; None for the store's own.
+    recall: overrides the store's; None for the store's own.
+    evict: `evict(state, inputs) -> i32[B, K]`, the slot that the new token takes where a row is
+      full. None for a policy that drops nothing. (Not one of OPKV's callbacks, whose sparsity is
+      recallable by definition.)
+    cache_positions: `cache_positions(positions, lengths i32[B, 1, ...]) -> positions`, the position
+      rule: None for true positions, with keys kept rotated; a function for positions inside the
+      cache, with keys kept unrotated and turned when they are read.
+    page_size: C that the budget was divided by.
+  """
+
+  name: str
+  budget_tokens: int | None
+  stores: tuple[str, ...]
+  register: Callable[[ModelConfig, CacheConfig], tuple[LayerPlan, State]]
+  preprocess: Callable[[State, Inputs], State]
+  select: Callable[[State, Inputs], tuple[Selection, State]]
+  fetch: Callable[..., Any] | None = None
+  recall: Callable[..., Any] | None = None
+  evict: Callable[[State, Inputs], jax.Array] | None = None
+  cache_positions: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+  page_size: int | None = None
+
+
+class Store(NamedTuple):
+  """Where KV lives and how it comes back: pure functions on a cache.
+
+  Attributes:
+    name: its name in tables and on command lines.
+    drops: it forgets what the policy does not keep.
+    decode_config: `decode_config(cache_config, policy) -> CacheConfig` of the cache that decodes.
+    slot_positions: `slot_positions(cache, row, lengths) -> i32[B, K, T]`, see `Inputs`.
+    append: `append(cache, row, k f[B, K, D], v, positions i32[B], slots i32[B, K]) -> cache`: one
+      token a row; slots is where it goes.
+    place: `place(cache, row, positions i32[B], victims) -> i32[B, K]`, the slot of a new token;
+      `victims()` asks the policy for the slots to reuse.
+    fetch: `fetch(cache, row, selection) -> ticket, cache`; does not block.
+    recall: `recall(cache, row, ticket, lengths) -> Recalled, cache`.
+    seal: `seal(cache, policy, cache_config) -> cache`: from the cache that prefilled to the one
+      that decodes.
+  """
+
+  name: str
+  drops: bool
+  decode_config: Callable[[CacheConfig, Policy], CacheConfig]
+  slot_positions: Callable[..., jax.Array]
+  place: Callable[..., jax.Array]
+  append: Callable[..., State]
+  fetch: Callable[..., tuple[Any, State]]
+  recall: Callable[..., tuple[Recalled, State]]
+  seal: Callable[..., State]

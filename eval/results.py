@@ -1,0 +1,279 @@
+"""A run folder: manifest.json says what ran, results.jsonl has one row per combination."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import Runner
+from models import Loaded
+
+Row = dict[str, Any]
+
+RESULTS, MANIFEST = "results.jsonl", "manifest.json"
+# Seconds and bytes; the percentiles of a quantity are fields of their own. device_kv_bytes are the
+# keys and values that stay on the device while decoding, peak_kv_bytes the most at any time, and
+# metadata_bytes what lies beside them: page tables, page bounds, lengths.
+ROW_FIELDS = (
+  "model",
+  "policy",
+  "store",
+  "budget_tokens",
+  "page_size",
+  "batch_size",
+  "device",
+  "task",
+  "metric",
+  "score",
+  "dense_score",
+  "retention",
+  "num_examples",
+  "limit_hits",
+  "prompt_tokens",
+  "output_tokens",
+  "compile_s",
+  "ttft_s_p50",
+  "ttft_s_p90",
+  "ttft_s_p99",
+  "tpot_s_p50",
+  "tpot_s_p90",
+  "tpot_s_p99",
+  "prefill_tokens_per_s",
+  "decode_tokens_per_s",
+  "speedup_vs_dense",
+  "device_kv_bytes",
+  "peak_kv_bytes",
+  "host_kv_bytes",
+  "metadata_bytes",
+  "recall_bytes_per_step",
+  "page_hit_ratio",
+  "token_hit_ratio",
+  "recall_stall_s_p50",
+  "recall_stall_s_p99",
+  "simulated",
+)
+_HEADERS = {
+  "budget_tokens": "budget",
+  "compile_s": "compile",
+  "ttft_s_p50": "TTFT",
+  "tpot_s_p50": "TPOT p50",
+  "tpot_s_p90": "TPOT p90",
+  "tpot_s_p99": "TPOT p99",
+  "prefill_tokens_per_s": "prefill",
+  "decode_tokens_per_s": "decode",
+  "speedup_vs_dense": "vs dense",
+  "device_kv_bytes": "KV on device",
+  "peak_kv_bytes": "KV at peak",
+  "metadata_bytes": "metadata",
+}
+
+
+def make_row(**fields: Any) -> Row:
+  """A result row: every field of `ROW_FIELDS` in that order, None where nothing was measured.
+
+  Raises:
+    ValueError: a field that is not in `ROW_FIELDS`, or a number that JSON cannot hold.
+  """
+  unknown = sorted(set(fields) - set(ROW_FIELDS))
+  if unknown:
+    raise ValueError(f"unknown fields {', '.join(unknown)}; eval/results.py has the list")
+  return {name: _plain(name, fields.get(name)) for name in ROW_FIELDS}
+
+
+def percentiles(name: str, values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> Row:
+  """Fields NAME_p50, NAME_p90, ... of a sample that is not empty."""
+  return {f"{name}_p{q}": float(np.percentile(values, q)) for q in wanted}
+
+
+def byte_fields(runner: Runner) -> Row:
+  """The byte fields of a row, known before anything is allocated."""
+  decode, prefill = runner.decode_bytes, runner.prefill_bytes
+  return {
+    "device_kv_bytes": decode.keys_values,
+    "peak_kv_bytes": max(decode.keys_values, prefill.keys_values),
+    "host_kv_bytes": 0,
+    "metadata_bytes": decode.tables + decode.metadata,
+  }
+
+
+def check_new_run(out_dir: Path) -> None:
+  """Says early what `start_run` would say late.
+
+  Raises:
+    ValueError: the folder already holds a run, or is not a folder.
+  """
+  if out_dir.exists() and not out_dir.is_dir():
+    raise ValueError(f"{out_dir} is a file; choose another --out_dir")
+  for name in (RESULTS, MANIFEST):
+    if (out_dir / name).exists():
+      raise ValueError(f"{out_dir} already holds {name}; choose another --out_dir")
+
+
+def start_run(out_dir: Path, manifest: Mapping[str, Any]) -> None:
+  """Makes the folder and writes its manifest, whole or not at all.
+
+  Raises:
+    ValueError: the folder already holds a run, or is not a folder.
+  """
+  check_new_run(out_dir)
+  out_dir.mkdir(parents=True, exist_ok=True)
+  write_atomically(out_dir / MANIFEST, json.dumps(manifest, indent=2, default=str) + "\n")
+
+
+def append_row(out_dir: Path, row: Mapping[str, Any]) -> None:
+  """Adds one line to results.jsonl; it is on the disk when this returns."""
+  line = json.dumps(row, allow_nan=False)
+  with (out_dir / RESULTS).open("a", encoding="utf-8") as file:
+    file.write(line + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+  """Writes a file so that it holds all of the content or does not exist."""
+  data = content.encode() if isinstance(content, str) else content
+  with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+    try:
+      file.write(data)
+      file.flush()
+      os.fsync(file.fileno())
+      os.chmod(file.name, 0o644)
+      os.replace(file.name, path)
+    except BaseException:
+      os.unlink(file.name)
+      raise
+
+
+def device_kind() -> str:
+  """What computes, for the `device` of a row: the accelerator, or the model of the CPU."""
+  device = jax.devices()[0]
+  return _cpu_model() if device.platform == "cpu" else device.device_kind
+
+
+def make_manifest(
+  flags: Mapping[str, Any], loaded: Loaded | None, data: Mapping[str, Any]
+) -> dict[str, Any]:
+  """What is needed to repeat a run and to know where it ran.
+
+  Args:
+    flags: name -> value, all of them.
+    loaded: the model, if there is one.
+    data: name -> sha256 of each file that was read.
+  """
+  return {
+    "command": Path(sys.argv[0]).name,
+    "flags": dict(flags),
+    "commit": _commit(),
+    "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "versions": {"python": platform.python_version()}
+    | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+    "device": device_kind(),
+    "backend": jax.default_backend(),
+    "num_devices": jax.device_count(),
+    "platform": platform.platform(),
+    "cpu": _cpu_model(),
+    "cores": _cores(),
+    "model": loaded and {"name": loaded.name, "sha256": loaded.content_hash},
+    "data": dict(data),
+  }
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+  """Rows for reading: bytes in MB, seconds in ms when short, ratios as 1.50x, - for nothing.
+
+  Args:
+    rows: result rows, or any mappings whose names say the unit as those of `ROW_FIELDS` do.
+    columns: the names to show, in order.
+  """
+  rows = list(rows)
+  cells = [[_HEADERS.get(name, name.replace("_", " ")) for name in columns]]
+  cells += [[human(name, row.get(name)) for name in columns] for row in rows]
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  # Words begin at the left of their column, numbers end at the right.
+  words = [any(isinstance(row.get(name), str) for row in rows) for name in columns]
+  lines = [
+    "  ".join(
+      cell.ljust(width) if left else cell.rjust(width)
+      for cell, width, left in zip(line, widths, words, strict=True)
+    ).rstrip()
+    for line in cells
+  ]
+  return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def human(name: str, value: Any) -> str:
+  """One value in the unit that its name ends with, for a reader."""
+  if value is None:
+    return "-"
+  if isinstance(value, str | bool):
+    return str(value)
+  if name.endswith("_per_s"):
+    return f"{value:,.1f} tok/s"
+  if "_bytes" in name:
+    return human_bytes(value)
+  if name.endswith("_s") or "_s_p" in name:
+    return human_seconds(value)
+  if name.startswith("speedup") or name.endswith("_ratio"):
+    return f"{value:.2f}x" if name.startswith("speedup") else f"{value:.2f}"
+  return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
+
+
+def human_bytes(value: float) -> str:
+  """Bytes in decimal kB, MB or GB."""
+  for size, unit in ((1e10, "GB"), (1e5, "MB")):
+    if value >= size:
+      return f"{value / {'GB': 1e9, 'MB': 1e6}[unit]:,.1f} {unit}"
+  return f"{value / 1e3:,.1f} kB"
+
+
+def human_seconds(value: float) -> str:
+  """Seconds, in ms under one second."""
+  return f"{value:,.1f} s" if value >= 1 else f"{value * 1e3:,.1f} ms"
+
+
+def _plain(name: str, value: Any) -> Any:
+  if isinstance(value, np.generic | np.ndarray | jax.Array):
+    value = value.item()
+  if isinstance(value, float) and not math.isfinite(value):
+    raise ValueError(f"{name} is {value}, expected a finite number or None")
+  return value
+
+
+def _commit() -> str | None:
+  """The commit of the checkout, with -dirty when it has changes; None outside a checkout."""
+  root = Path(__file__).resolve().parents[1]
+  if not (root / ".git").exists():
+    return None
+  describe = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*"]
+  try:
+    done = subprocess.run([*describe, "--dirty"], capture_output=True, text=True, check=True)
+  except (OSError, subprocess.CalledProcessError):
+    return None
+  return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+  info = Path("/proc/cpuinfo")
+  if info.exists():
+    for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+      if line.startswith("model name"):
+        return line.partition(":")[2].strip()
+  return platform.processor() or platform.machine()
+
+
+def _cores() -> int | None:
+  affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+  return len(affinity(0)) if affinity else os.cpu_count()

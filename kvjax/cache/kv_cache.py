@@ -1,0 +1,67 @@
+"""`KVCache`: all device state of a batch, one frozen pytree; steps take it and return the next."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.contiguous import Contiguous, zeros
+from kvjax.cache.paged import Pools
+from kvjax.config import CacheConfig, ModelConfig
+from kvjax.types import DENSE, LayerPlan, State
+
+OVERFLOW = 1  # bit of `KVCache.overflow`: a row was given a token that it has no slot for
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Keys, values and what policies and stores remember of them.
+
+  Every step takes a cache, must own it (it is donated) and returns the next one.
+
+  Attributes:
+    contiguous: for each of the L layers its `Contiguous`, or None where the layer selects.
+    pools: pages of all layers that select; None when there are none.
+    table: i32[rows, B, K, P], page ids of each selecting layer; None when there are none.
+    lengths: i32[B], tokens that each row has seen; also the position of the next one.
+    overflow: u32[B], bits that say what did not fit; whoever drives the steps must look.
+    policy_state: whatever the policy keeps.
+    store_state: whatever the store keeps.
+  """
+
+  contiguous: tuple[Contiguous | None, ...]
+  pools: Pools | None
+  table: jax.Array | None
+  lengths: jax.Array
+  overflow: jax.Array
+  policy_state: State
+  store_state: State
+
+
+def allocate(
+  model: ModelConfig, cache: CacheConfig, plan: LayerPlan, policy_state: State = ()
+) -> KVCache:
+  """An empty cache in which every row owns all the pages that it can ever need.
+
+  Not for use inside a step: shapes are chosen here. `jax.eval_shape` of it gives the shapes alone.
+
+  Args:
+    model: shape of the model.
+    cache: shape of the cache.
+    plan: which layers are contiguous and which are paged.
+    policy_state: what `Policy.register` gave.
+  """
+  rows = len(plan.select_layers)
+  b, k, p = cache.batch_size, model.num_kv_heads, cache.pages_per_row
+  num_pages = rows * b * k * p
+  pool = (num_pages, cache.page_size, model.head_dim)
+  return KVCache(
+    contiguous=tuple(zeros(model, cache) if role == DENSE else None for role in plan.roles),
+    pools=Pools(jnp.zeros(pool, cache.dtype), jnp.zeros(pool, cache.dtype)) if rows else None,
+    table=jnp.arange(num_pages, dtype=jnp.int32).reshape(rows, b, k, p) if rows else None,
+    lengths=jnp.zeros(b, jnp.int32),
+    overflow=jnp.zeros(b, jnp.uint32),
+    policy_state=policy_state,
+    store_state=(),
+  )

@@ -1,0 +1,101 @@
+"""Paged layout: one flat pool of pages over layers, rows and heads, and tables of page ids.
+
+The pool is threaded through the layers and donated, and is only ever indexed by global page ids,
+never sliced by layer: slices are copies. Writes come before reads within a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.prefill_attention import PastBlocks
+
+
+class Pools(NamedTuple):
+  """All pages of all layers that select.
+
+  Attributes:
+    keys: f[N, C, D], one KV head's keys of C tokens a page.
+    values: f[N, C, D].
+  """
+
+  keys: jax.Array
+  values: jax.Array
+
+  @property
+  def num_pages(self) -> int:
+    """N; as a page id it means: no page."""
+    return self.keys.shape[0]
+
+
+def append_token(
+  pools: Pools, table: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array
+) -> Pools:
+  """Writes one token a row.
+
+  Args:
+    pools: all pages.
+    table: i32[B, K, P], page ids of one layer; N where there is no page.
+    slots: i32[B, K], slot within the row's P*C.
+    k: f[B, K, D].
+    v: f[B, K, D].
+
+  Returns:
+    Pools; a token without a page is not written.
+  """
+  page_size = pools.keys.shape[1]
+  places = (slots // page_size)[..., None]
+  pages = jnp.take_along_axis(table, places, axis=-1, mode="fill", fill_value=pools.num_pages)
+  at = (pages[..., 0], slots % page_size)
+  return Pools(
+    pools.keys.at[at].set(k.astype(pools.keys.dtype), mode="drop", unique_indices=True),
+    pools.values.at[at].set(v.astype(pools.values.dtype), mode="drop", unique_indices=True),
+  )
+
+
+def append_chunk(
+  pools: Pools, table: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, valid: jax.Array
+) -> Pools:
+  """Writes S tokens a row as whole pages.
+
+  Padding within the last page of a row is written too (its slots are unused); pages that would
+  hold nothing but padding are not.
+
+  Args:
+    pools: all pages.
+    table: i32[B, K, P].
+    k: f[B, S, K, D], S a multiple of C.
+    v: f[B, S, K, D].
+    start: i32[], position of the first token, a multiple of C.
+    valid: bool[B, S].
+  """
+  b, s, heads, d = k.shape
+  c = pools.keys.shape[1]
+  places = start // c + jnp.arange(s // c)
+  pages = jnp.take(table, places, axis=-1, mode="fill", fill_value=pools.num_pages)
+  holds = valid.reshape(b, 1, s // c, c).any(axis=-1)
+  pages = jnp.where(holds, pages, pools.num_pages)  # i32[B, K, S/C]
+
+  def write(pool, x):
+    x = x.swapaxes(1, 2).reshape(b, heads, s // c, c, d).astype(pool.dtype)
+    return pool.at[pages].set(x, mode="drop", unique_indices=True)
+
+  return Pools(write(pools.keys, k), write(pools.values, v))
+
+
+def past_blocks(pools: Pools, table: jax.Array, start: jax.Array, block: int) -> PastBlocks:
+  """Everything before start i32[], a multiple of block, which is a multiple of C."""
+  b, k, _ = table.shape
+  c, d = pools.keys.shape[1:]
+
+  def read(i):
+    places = i * (block // c) + jnp.arange(block // c)
+    pages = jnp.take(table, places, axis=-1, mode="clip")  # i32[B, K, block/C]
+    keys = pools.keys.at[pages].get(mode="clip").reshape(b, k, block, d)
+    values = pools.values.at[pages].get(mode="clip").reshape(b, k, block, d)
+    return keys.swapaxes(2, 3), values
+
+  return PastBlocks(start // block, read)

@@ -1,0 +1,15 @@
+"""Runs a model with a policy on a store."""
+
+from kvjax.engine.generate import Generation, generate
+from kvjax.engine.sampling import Sampling
+from kvjax.engine.steps import Runner, decode_step, prepare, selected_pages
+
+__all__ = [
+  "Generation",
+  "Runner",
+  "Sampling",
+  "decode_step",
+  "generate",
+  "prepare",
+  "selected_pages",
+]

@@ -1,0 +1,162 @@
+"""Text in, text out: chunked prefill, then one jitted step a token, for a ragged batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import KVCache
+from kvjax.engine import steps
+from kvjax.engine.sampling import Sampling
+from kvjax.engine.steps import Runner
+from kvjax.types import Params
+
+Progress = Callable[[str, int, int], None]
+
+
+class Generation(NamedTuple):
+  """What came out.
+
+  Attributes:
+    tokens: new tokens of each row, without the stop token.
+    stopped: whether each row met a stop token.
+    ttft_s: wall seconds from the prompt to the first token.
+    step_s: wall seconds of each decode step; a step makes one token of every row.
+    cache: final device state.
+  """
+
+  tokens: list[list[int]]
+  stopped: list[bool]
+  ttft_s: float
+  step_s: list[float]
+  cache: KVCache
+
+
+def generate(
+  runner: Runner,
+  params: Params,
+  prompts: Sequence[Sequence[int]],
+  *,
+  max_new_tokens: int = 64,
+  stop_ids: Collection[int] = (),
+  sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+  seed: int = 0,
+  progress: Progress | None = None,
+) -> Generation:
+  """Continues every prompt.
+
+  The first call of a runner compiles; a prompt of any other length, and every further step,
+  compiles nothing.
+
+  Args:
+    runner: from `prepare`.
+    params: weights of its model.
+    prompts: token ids, one list a row; lengths may differ.
+    max_new_tokens: most new tokens of a row, at least 1.
+    stop_ids: tokens that end a row.
+    sampling: how tokens are chosen.
+    seed: of the sampling; row and batch mates do not enter.
+    progress: called with ("prefill" or "decode", done, total), in tokens of the longest row.
+
+  Raises:
+    ValueError: an empty prompt, one that is too long, or not one prompt a row.
+    RuntimeError: a row outgrew its cache, which the checks before should have prevented.
+  """
+  check_request(runner, prompts, max_new_tokens)
+  progress = progress or (lambda phase, done, total: None)
+  key = jnp.broadcast_to(jax.random.key(seed), (len(prompts),))
+  begin = time.perf_counter()
+  last, cache = prefill(runner, params, prompts, progress)
+  tokens = steps.first_token(runner, params, sampling, last, key, cache.lengths)
+  made = [np.asarray(tokens)]
+  ttft_s = time.perf_counter() - begin
+  step_s: list[float] = []
+  stop = np.array(sorted(stop_ids), np.int32)
+  ended = np.isin(made[0], stop)
+  while len(made) < max_new_tokens and not ended.all():
+    progress("decode", len(made), max_new_tokens)
+    begin = time.perf_counter()
+    tokens, cache = steps.next_token(runner, sampling, params, cache, tokens, key)
+    made.append(np.asarray(tokens))
+    step_s.append(time.perf_counter() - begin)
+    ended |= np.isin(made[-1], stop)
+  progress("decode", max_new_tokens, max_new_tokens)
+  check_overflow(cache)
+  rows = [_cut(row, stop) for row in np.stack(made, axis=1)]
+  return Generation(rows, ended.tolist(), ttft_s, step_s, cache)
+
+
+def prefill(
+  runner: Runner,
+  params: Params,
+  prompts: Sequence[Sequence[int]],
+  progress: Progress = lambda phase, done, total: None,
+) -> tuple[jax.Array, KVCache]:
+  """Fills a cache with the prompts.
+
+  Returns:
+    f[B, E], the hidden state of each row's last token, and the sealed cache.
+  """
+  chunk, lengths = runner.chunk_tokens, np.array([len(prompt) for prompt in prompts])
+  longest = int(lengths.max())
+  padded = np.zeros((len(prompts), -(-longest // chunk) * chunk), np.int32)
+  for row, prompt in enumerate(prompts):
+    padded[row, : len(prompt)] = prompt
+  cache, last = steps.empty_cache(runner), None
+  for start in range(0, longest, chunk):
+    counts = np.clip(lengths - start, 0, chunk).astype(np.int32)
+    x, cache = steps.prefill_chunk(
+      runner, params, cache, padded[:, start : start + chunk], counts, np.int32(start)
+    )
+    last = x if last is None else jnp.where((counts > 0)[:, None], x, last)
+    jax.block_until_ready(last)
+    progress("prefill", min(start + chunk, longest), longest)
+  assert last is not None
+  return last, (steps.seal(runner, cache) if runner.store.drops else cache)
+
+
+def check_request(runner: Runner, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+  """Raises ValueError, in one line, for prompts that this runner cannot serve."""
+  batch = runner.prefill_config.batch_size
+  if len(prompts) != batch:
+    raise ValueError(f"{len(prompts)} prompts for a cache of batch_size {batch}; give one a row")
+  if max_new_tokens < 1:
+    raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1")
+  capacity, context = runner.prefill_config.capacity_tokens, runner.model.config.max_tokens
+  vocab = runner.model.config.vocab_size
+  for row, prompt in enumerate(prompts):
+    if not len(prompt):
+      raise ValueError(f"prompt {row} is empty; give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocab:
+      raise ValueError(f"prompt {row} holds token ids outside [0, {vocab}); use its own tokenizer")
+    total = len(prompt) + max_new_tokens
+    if total > context:
+      raise ValueError(
+        f"prompt {row} has {len(prompt)} tokens; with {max_new_tokens} new ones that is {total}, "
+        f"and the model's context is {context}; shorten the prompt or ask for fewer"
+      )
+    if total > capacity:
+      raise ValueError(
+        f"prompt {row} has {len(prompt)} tokens; with {max_new_tokens} new ones that is {total}, "
+        f"and the cache holds {capacity} a row; raise capacity_tokens or shorten the prompt"
+      )
+
+
+def check_overflow(cache: KVCache) -> None:
+  """Raises RuntimeError if any row was given tokens that it has no slot for."""
+  rows = np.flatnonzero(np.asarray(cache.overflow))
+  if rows.size:
+    raise RuntimeError(
+      f"rows {rows.tolist()} outgrew the cache; allocate a larger capacity_tokens and run again"
+    )
+
+
+def _cut(row: np.ndarray, stop: np.ndarray) -> list[int]:
+  """The tokens before the first stop token."""
+  hits = np.flatnonzero(np.isin(row, stop))
+  return row[: hits[0] if hits.size else None].tolist()

@@ -1,0 +1,203 @@
+"""The jitted steps: prefill a chunk, seal, decode a token. State goes in, new state comes out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import OVERFLOW, CacheBytes, KVCache, allocate, cache_bytes
+from kvjax.config import CacheConfig
+from kvjax.engine.attend import Call, decode_attend, prefill_attend
+from kvjax.engine.sampling import sample
+from kvjax.stores import make_store
+from kvjax.types import LayerPlan, Model, Params, Policy, Store
+
+CHUNKS = (64, 128, 256, 512, 1024)
+
+
+class Runner(NamedTuple):
+  """A model with a policy on a store, for one shape of cache: everything static about a run.
+
+  Attributes:
+    model: what is computed.
+    policy: which KV matters.
+    store: where it lives.
+    plan: role of each layer.
+    prefill_config: shape of the cache that prefills.
+    decode_config: shape of the cache that decodes; the same unless the store drops.
+    chunk_tokens: tokens of a row that one prefill step takes.
+    prefill_bytes: bytes of the cache that prefills.
+    decode_bytes: bytes of the cache that decodes.
+  """
+
+  model: Model
+  policy: Policy
+  store: Store
+  plan: LayerPlan
+  prefill_config: CacheConfig
+  decode_config: CacheConfig
+  chunk_tokens: int
+  prefill_bytes: CacheBytes
+  decode_bytes: CacheBytes
+
+
+def prepare(
+  model: Model,
+  policy: Policy,
+  store: str,
+  cache_config: CacheConfig,
+  *,
+  chunk_tokens: int = 512,
+) -> Runner:
+  """Puts a run together and tells its bytes; allocates and compiles nothing.
+
+  Args:
+    model: from `models.load` or a family's `build`.
+    policy: from `make_policy`.
+    store: name of a store; the policy must allow it.
+    cache_config: shape of the cache; its capacity counts prompt and new tokens.
+    chunk_tokens: tokens of a row that one prefill step takes: 64 to 1024, a power of two.
+
+  Raises:
+    ValueError: the pair is not allowed, or shapes do not fit.
+  """
+  chosen = make_store(store)
+  if store not in policy.stores:
+    raise ValueError(
+      f"policy {policy.name!r} cannot run on store {store!r}; it runs on {', '.join(policy.stores)}"
+    )
+  if chunk_tokens not in CHUNKS:
+    raise ValueError(f"chunk_tokens {chunk_tokens} is not one of {CHUNKS}")
+  if policy.page_size not in (None, cache_config.page_size):
+    raise ValueError(
+      f"policy {policy.name!r} was made for pages of {policy.page_size} tokens and the cache has "
+      f"pages of {cache_config.page_size}; give both the same page_size"
+    )
+  plan = policy.register(model.config, cache_config)[0]
+  decode_config = chosen.decode_config(cache_config, policy)
+  runner = Runner(
+    model,
+    policy,
+    chosen,
+    plan,
+    cache_config,
+    decode_config,
+    chunk_tokens,
+    CacheBytes(0, 0, 0),
+    CacheBytes(0, 0, 0),
+  )
+  abstract = jax.eval_shape(partial(_empty, runner))
+  return runner._replace(
+    prefill_bytes=cache_bytes(abstract),
+    decode_bytes=cache_bytes(jax.eval_shape(partial(_seal, runner), abstract)),
+  )
+
+
+def _empty(runner: Runner) -> KVCache:
+  state = runner.policy.register(runner.model.config, runner.prefill_config)[1]
+  return allocate(runner.model.config, runner.prefill_config, runner.plan, state)
+
+
+def empty_cache(runner: Runner) -> KVCache:
+  """The cache that prefill begins with. Made inside jit, so that every array is the device's own
+  and can be updated in place."""
+  return _compiled_empty(runner)
+
+
+def _prefill(
+  runner: Runner, params: Params, cache: KVCache, tokens: jax.Array, counts: jax.Array, start
+) -> tuple[jax.Array, KVCache]:
+  s = tokens.shape[1]
+  offsets = jnp.arange(s, dtype=jnp.int32)[None]
+  positions = jnp.broadcast_to(start + offsets, tokens.shape)
+  call = Call(positions, offsets < counts[:, None], cache.lengths + counts)
+  attend = prefill_attend(runner.policy, runner.plan, runner.model.rotate, call)
+  x, cache = runner.model.forward(params, tokens, positions, cache, attend)
+  last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+  return last, _advance(cache, counts, runner.prefill_config.capacity_tokens)
+
+
+def _decode(
+  runner: Runner, params: Params, cache: KVCache, tokens: jax.Array, watch=None
+) -> tuple[jax.Array, KVCache]:
+  positions = cache.lengths[:, None]
+  call = Call(positions, jnp.ones_like(positions, bool), cache.lengths + 1)
+  attend = decode_attend(runner.policy, runner.store, runner.plan, runner.model.rotate, call, watch)
+  x, cache = runner.model.forward(params, tokens[:, None], positions, cache, attend)
+  logits = runner.model.unembed(params, x[:, 0])
+  return logits, _advance(cache, 1, _decode_limit(runner))
+
+
+def _decode_limit(runner: Runner) -> int | None:
+  """Tokens that a row can hold; None where the policy makes room."""
+  config = runner.decode_config
+  if runner.store.drops and config.capacity_tokens < runner.prefill_config.capacity_tokens:
+    return None
+  return config.capacity_tokens
+
+
+def _advance(cache: KVCache, counts, limit: int | None) -> KVCache:
+  lengths = cache.lengths + counts
+  overflow = cache.overflow
+  if limit is not None:
+    overflow = overflow | jnp.where(lengths > limit, OVERFLOW, 0).astype(jnp.uint32)
+  return cache.replace(lengths=lengths, overflow=overflow)
+
+
+def _seal(runner: Runner, cache: KVCache) -> KVCache:
+  return runner.store.seal(cache, runner.policy, runner.decode_config)
+
+
+def _first_token(runner, params, sampling, last, key, lengths):
+  return sample(runner.model.unembed(params, last), sampling, key, lengths)
+
+
+def _next_token(runner, sampling, params, cache, tokens, key):
+  logits, cache = _decode(runner, params, cache, tokens)
+  return sample(logits, sampling, key, cache.lengths), cache
+
+
+_compiled_empty = jax.jit(_empty, static_argnums=0)
+
+prefill_chunk = jax.jit(_prefill, static_argnums=0, donate_argnums=2)
+"""`prefill_chunk(runner, params, cache, tokens i32[B, S], counts i32[B], start i32[])
+-> f[B, E], cache`: hidden state of each row's last token of this chunk. S is `chunk_tokens`, start
+a multiple of it, counts the tokens of each row in this chunk; the cache is donated."""
+
+seal = jax.jit(_seal, static_argnums=0)
+"""`seal(runner, cache) -> cache`: from the cache that prefilled to the one that decodes."""
+
+first_token = jax.jit(_first_token, static_argnums=(0, 2))
+"""`first_token(runner, params, sampling, last f[B, E], key key[B], lengths i32[B]) -> i32[B]`."""
+
+decode_step = jax.jit(_decode, static_argnums=0, donate_argnums=2)
+"""`decode_step(runner, params, cache, tokens i32[B]) -> logits f32[B, V], cache`; the cache is
+donated."""
+
+next_token = jax.jit(_next_token, static_argnums=(0, 1), donate_argnums=3)
+"""`next_token(runner, sampling, params, cache, tokens i32[B], key key[B]) -> i32[B], cache`: a
+decode step and the choice of the token after it; the cache is donated."""
+
+
+def selected_pages(runner: Runner, params: Params, cache: KVCache, tokens: jax.Array):
+  """Pages that the next decode step of tokens i32[B] would attend to.
+
+  Returns:
+    {layer: i32[B, K or H, M]} for each layer that selects, -1 where fewer pages are used. The cache
+    is left as it was.
+  """
+  return _selected_pages(runner, params, cache, tokens)
+
+
+@partial(jax.jit, static_argnums=0)
+def _selected_pages(runner, params, cache, tokens):
+  seen = {}
+
+  def watch(layer, selection):
+    seen[layer] = jnp.where(selection.mask.any(axis=-1), selection.pages, -1)
+
+  _decode(runner, params, cache, tokens, watch)
+  return seen

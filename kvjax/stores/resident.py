@@ -1,0 +1,67 @@
+"""Everything stays on the device, in the pages where it was written."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.kv_cache import KVCache
+from kvjax.cache.paged import append_token
+from kvjax.types import Recalled, Selection, Store
+
+
+def slot_positions(cache: KVCache, row: int, lengths: jax.Array) -> jax.Array:
+  """A slot is the position of its token: i32[B, K, T]."""
+  del row
+  b, k, p = cache.table.shape[1:]
+  slots = jnp.arange(p * cache.pools.keys.shape[1])
+  positions = jnp.where(slots[None] < lengths[:, None], slots[None], -1)
+  return jnp.broadcast_to(positions[:, None], (b, k, slots.shape[0]))
+
+
+def place(cache: KVCache, row: int, positions: jax.Array, victims) -> jax.Array:
+  """i32[B, K]: a token's slot is its position."""
+  del row, victims
+  b, k = cache.table.shape[1:3]
+  return jnp.broadcast_to(positions[:, None], (b, k))
+
+
+def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:
+  """Writes one token a row."""
+  del positions
+  return cache.replace(pools=append_token(cache.pools, cache.table[row], slots, k, v))
+
+
+def fetch(cache: KVCache, row: int, selection: Selection) -> tuple[Selection, KVCache]:
+  """Nothing has to move; the ticket is the selection."""
+  del row
+  return selection, cache
+
+
+def recall(
+  cache: KVCache, row: int, ticket: Selection, lengths: jax.Array
+) -> tuple[Recalled, KVCache]:
+  """Page ids out of the table, and the mask cut to the slots that hold a token."""
+  page_size = cache.pools.keys.shape[1]
+  slots = ticket.pages[..., None] * page_size + jnp.arange(page_size)
+  mask = ticket.mask & (slots < lengths[:, None, None, None])
+  return Recalled(page_ids(cache.table[row], ticket.pages), mask, slots), cache
+
+
+def page_ids(table: jax.Array, pages: jax.Array) -> jax.Array:
+  """Rows of the pool, i32[B, K or H, M], of pages of the rows of table i32[B, K, P]."""
+  table = jnp.repeat(table, pages.shape[1] // table.shape[1], axis=1)
+  return jnp.take_along_axis(table, pages, axis=-1, mode="clip")
+
+
+RESIDENT = Store(
+  name="resident",
+  drops=False,
+  decode_config=lambda cache_config, policy: cache_config,
+  slot_positions=slot_positions,
+  place=place,
+  append=append,
+  fetch=fetch,
+  recall=recall,
+  seal=lambda cache, policy, cache_config: cache,
+)

@@ -1,0 +1,48 @@
+"""Quest's score of a page: an upper bound of q . k over the keys of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.control import run_if
+
+
+def page_scores(q: jax.Array, bounds: Sequence[jax.Array], num_pages: jax.Array) -> jax.Array:
+  """sum_c max(q_c * min_c, q_c * max_c) for every page, written as one product.
+
+  The larger of the two is q_c * max_c where q_c > 0 and q_c * min_c elsewhere, so the sum is
+  [max(q, 0), min(q, 0)] . [max, min].
+
+  Args:
+    q: f[B, K, G, D].
+    bounds: f[B, K, 2*D, Pi] each, maxima before minima; segments of pages in order.
+    num_pages: i32[], pages that any row has; segments beyond are not read.
+
+  Returns:
+    f32[B, K, G, P], P = sum of Pi; -inf for segments that were not read. Pages that a row does not
+    have get whatever their bounds say: mask them.
+  """
+  signed = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1).astype(bounds[0].dtype)
+  scores, offset = [], 0
+  for segment in bounds:
+
+    def score(_, segment=segment):
+      return jnp.einsum("bkgc,bkcp->bkgp", signed, segment, preferred_element_type=jnp.float32)
+
+    if offset == 0:
+      scores.append(score(None))
+    else:
+      unread = jnp.full((*q.shape[:3], segment.shape[-1]), -jnp.inf, jnp.float32)
+      scores.append(run_if(num_pages > offset, score, unread))
+    offset += segment.shape[-1]
+  return jnp.concatenate(scores, axis=-1)
+
+
+def page_scores_reference(q, bounds):
+  """The formula as it stands, over bounds f[B, K, P, 2*D]."""
+  highest, lowest = jnp.split(bounds.astype(jnp.float32), 2, axis=-1)
+  q = q.astype(jnp.float32)[:, :, :, None]
+  return jnp.maximum(q * highest[:, :, None], q * lowest[:, :, None]).sum(axis=-1)

@@ -1,0 +1,88 @@
+"""Sparse paged decode attention: one query token a row, the pages that were selected for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.control import unless_finite
+from pallas_kernels.softmax import NEG, normalise, parts_of
+
+
+def selected_decode_attention(
+  q: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  pages: jax.Array,
+  mask: jax.Array,
+  *,
+  turn: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+  """Attention of one token a row and head list over its own pages.
+
+  Args:
+    q: f[B, K, G, D]; 1/sqrt(D) is applied here. Where every query head has pages of its own, K
+      stands for H and G is 1.
+    keys: f[N, C, D], the whole pool.
+    values: f[N, C, D], the whole pool.
+    pages: i32[B, K, M], rows of the pool; anything outside [0, N) must be masked.
+    mask: bool[B, K, M, C], slots that count. Others may hold anything; none at all gives zeros.
+    turn: applied to the gathered keys, f[B, K, M*C, D] -> the same shape: the rotation of caches
+      that keep keys without it.
+
+  Returns:
+    f[B, K, G, D] in the dtype of q.
+  """
+  _check(q, keys, values, pages, mask)
+  b, k, _, d = q.shape
+  scaled = (q.astype(jnp.float32) * d**-0.5).astype(keys.dtype)
+  valid = mask.reshape(b, k, -1)
+  nonempty = valid.any(axis=-1)[..., None, None]
+  kept = _gather(keys, pages)
+  kept = kept if turn is None else turn(kept)
+  scores = jnp.einsum("bkgd,bktd->bkgt", scaled, kept, preferred_element_type=jnp.float32)
+  scores = jnp.where(valid[:, :, None], scores, NEG)
+
+  def masked(scores, valid, nonempty, values, pages):
+    gathered = _gather(values, pages)
+    gathered = jnp.where(valid[..., None], gathered, jnp.zeros_like(gathered))
+    return normalise(parts_of(scores, gathered), nonempty)
+
+  def direct(*args):
+    scores, _, nonempty, values, pages = args
+    out = normalise(parts_of(scores, _gather(values, pages)), nonempty)
+    return unless_finite(out, lambda: masked(*args))
+
+  args = (scores, valid, nonempty, values, pages)
+  return jax.lax.platform_dependent(*args, cpu=direct, default=masked).astype(q.dtype)
+
+
+def _gather(pool: jax.Array, pages: jax.Array) -> jax.Array:
+  """f[B, K, M*C, D] of the pages; whole pages, so one copy of C*D numbers each."""
+  b, k, _ = pages.shape
+  return pool.at[pages].get(mode="clip").reshape(b, k, -1, pool.shape[-1])
+
+
+def _check(q, keys, values, pages, mask):
+  b, k, _, d = q.shape
+  if keys.shape != values.shape or keys.shape[-1] != d:
+    raise ValueError(f"pools {keys.shape} and {values.shape} do not fit q {q.shape}")
+  if pages.shape[:2] != (b, k) or mask.shape != (*pages.shape, keys.shape[1]):
+    raise ValueError(
+      f"pages {pages.shape} and mask {mask.shape} do not fit q {q.shape} and pool {keys.shape}: "
+      "expected [B, K, M] and [B, K, M, C]"
+    )
+
+
+def selected_decode_attention_reference(q, keys, values, pages, mask, *, turn=None):
+  """The same without tricks, everything in f32, values masked before the product."""
+  valid = mask.reshape(*mask.shape[:2], -1)[..., None]
+  k = _gather(keys, pages).astype(jnp.float32)
+  k = jnp.where(valid, k if turn is None else turn(k), 0.0)
+  v = jnp.where(valid, _gather(values, pages).astype(jnp.float32), 0.0)
+  scores = jnp.einsum("bkgd,bktd->bkgt", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
+  scores = jnp.where(valid.swapaxes(2, 3), scores, -jnp.inf)
+  weights = jnp.where(valid.any(axis=2, keepdims=True), jax.nn.softmax(scores, axis=-1), 0.0)
+  return jnp.einsum("bkgt,bktd->bkgd", weights, v).astype(q.dtype)
