@@ -8,6 +8,7 @@ A command defines its flags in a function, so that importing it has no side effe
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import sys
@@ -141,5 +142,6 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _complain(message: str, label: str = "error") -> None:
-  sys.stdout.flush()
+  with contextlib.suppress(OSError):  # the output itself may be what failed
+    sys.stdout.flush()
   print(f"{label}: {' '.join(message.split())}", file=sys.stderr, flush=True)

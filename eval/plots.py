@@ -31,10 +31,11 @@ def accuracy_against_speed(rows: Sequence[Mapping[str, Any]], title: str, path: 
   figure = Figure(figsize=(6.4, 4.2), layout="constrained")
   axes = figure.subplots()
   simulated = any(row.get("simulated") for row in rows)
+  policies = list(dict.fromkeys(row["policy"] for row in rows))
   for row, place in zip(rows, _label_places(rows), strict=True):
     x, y = row["decode_tokens_per_s"], 100 * row["score"]
-    marker = _MARKERS[sorted({r["policy"] for r in rows}).index(row["policy"]) % len(_MARKERS)]
-    axes.plot(x, y, marker, markersize=9, clip_on=False)
+    kind = policies.index(row["policy"])
+    axes.plot(x, y, _MARKERS[kind % len(_MARKERS)], color=f"C{kind}", markersize=9)
     axes.annotate(
       label(row), (x, y), (0, place), textcoords="offset points", ha="center", va="center"
     )

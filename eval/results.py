@@ -134,12 +134,17 @@ def start_run(out_dir: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def append_row(out_dir: Path, row: Mapping[str, Any]) -> None:
-  """Adds one line to results.jsonl; it is on the disk when this returns."""
-  line = json.dumps(row, allow_nan=False)
-  with (out_dir / RESULTS).open("a", encoding="utf-8") as file:
-    file.write(line + "\n")
-    file.flush()
-    os.fsync(file.fileno())
+  """Adds one line to results.jsonl: on the disk when this returns, not at all when it raises."""
+  rest = (json.dumps(row, allow_nan=False) + "\n").encode()
+  with (out_dir / RESULTS).open("ab", buffering=0) as file:
+    before = file.tell()
+    try:
+      while rest:
+        rest = rest[file.write(rest) :]
+      os.fsync(file.fileno())
+    except OSError:
+      file.truncate(before)
+      raise
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -232,11 +237,11 @@ def human(name: str, value: Any) -> str:
 
 
 def human_bytes(value: float) -> str:
-  """Bytes in decimal kB, MB or GB."""
-  for size, unit in ((1e10, "GB"), (1e5, "MB")):
-    if value >= size:
-      return f"{value / {'GB': 1e9, 'MB': 1e6}[unit]:,.1f} {unit}"
-  return f"{value / 1e3:,.1f} kB"
+  """Bytes in decimal kB, MB or GB; the smaller unit up to 10 GB, 100 kB and 1,000 B."""
+  for least, size, unit in ((1e10, 1e9, "GB"), (1e5, 1e6, "MB"), (1e3, 1e3, "kB")):
+    if value >= least:
+      return f"{value / size:,.1f} {unit}"
+  return f"{value:,} B"
 
 
 def human_seconds(value: float) -> str:

@@ -175,14 +175,14 @@ def main(args: flags.FlagValues) -> None:
   groups = []
   for tokens, batch_size in itertools.product(prompt_tokens, batch_sizes):
     prompts = make_prompts(loaded, text, tokens, batch_size)
-    capacity = args.capacity_tokens or tokens + args.output_tokens + 1
+    capacity = args.capacity_tokens or tokens + args.output_tokens
     cache = CacheConfig(batch_size, capacity, args.page_size)
     runners = [prepare(loaded.model, policy, store, cache) for policy, store in policies]
     for runner in runners:
-      check_request(runner, prompts, args.output_tokens + 1)
+      check_request(runner, prompts, args.output_tokens)
     groups.append(Group(prompts, runners))
   _print_plan(loaded, groups, args.output_tokens, args.repeats)
-  data = {} if text is None else {args.text_file: hashlib.sha256(text.encode()).hexdigest()}
+  data = {} if text is None else {str(args.text_file): hashlib.sha256(text.encode()).hexdigest()}
   start_run(out_dir, make_manifest(cli.flag_values(), loaded, data))
   rows = []
   total = args.repeats * sum(len(group.runners) for group in groups)

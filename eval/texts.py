@@ -30,7 +30,8 @@ def king_james() -> str:
 
 def running_text(verses: str) -> str:
   """Drops verse numbers ("12. And ...") and the brackets of added words ("it [was] good")."""
-  without = re.sub(r"(?:(?<=\s)|^)\d+\.\s?|[\[\]]", "", verses)
+  apart = re.sub(r"\.(?=\d+\.)", ". ", verses)  # one psalm begins without a space before its "1."
+  without = re.sub(r"(?:(?<=\s)|^)\d+\.\s?|[\[\]]", "", apart)
   return without.replace("( ", "(").strip()
 
 

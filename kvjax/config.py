@@ -62,20 +62,23 @@ class CacheConfig:
     capacity_tokens: most tokens that one row can hold; the last page is whole.
     page_size: C, tokens of a page; one of `PAGE_SIZES`.
     dtype: numpy name of the dtype of keys and values.
+    base_tokens: tokens that rows are expected to reach. A step that reads everything reads this
+      many in one piece, the fastest way, and what lies beyond only as far as rows have grown into
+      it. Prompt and new tokens where both are known.
   """
 
   batch_size: int
   capacity_tokens: int
   page_size: int = 16
   dtype: str = "float32"
+  base_tokens: int = 1024
 
   def __post_init__(self):
     if self.page_size not in PAGE_SIZES:
       raise ValueError(f"page_size {self.page_size} is not one of {PAGE_SIZES}")
-    if self.batch_size < 1 or self.capacity_tokens < 1:
-      raise ValueError(
-        f"batch_size {self.batch_size} and capacity_tokens {self.capacity_tokens} must be positive"
-      )
+    for name in ("batch_size", "capacity_tokens", "base_tokens"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} {getattr(self, name)} must be positive")
 
   @property
   def pages_per_row(self) -> int:

@@ -45,17 +45,22 @@ def _by_segments(q, keys, values, lengths):
   longest = lengths.max()
   parts, offset = empty_parts(q.shape), 0
   for k, v in zip(keys, values, strict=True):
-    attend = partial(_segment, q, k, v, offset, lengths)
+    attend = partial(_segment, k, v, offset)
     if offset == 0:
-      parts = attend()
+      parts = attend(q, lengths)
     else:
-      parts = run_if(longest > offset, lambda p, f=attend: merge_parts(p, f()), parts)
+
+      def extend(parts, q, lengths, attend=attend):
+        return merge_parts(parts, attend(q, lengths))
+
+      parts = run_if(longest > offset, extend, parts, q, lengths)
     offset += v.shape[2]
   out = normalise(parts, _nonempty(lengths))
-  return unless_finite(out, lambda: _by_blocks(q, keys, values, lengths))
+  careful = lambda q, lengths: _by_blocks(q, keys, values, lengths)
+  return unless_finite(out, careful, q, lengths)
 
 
-def _segment(q, k, v, offset: int, lengths) -> Parts:
+def _segment(k, v, offset: int, q, lengths) -> Parts:
   scores = jnp.einsum("bkgd,bkdt->bkgt", q, k, preferred_element_type=jnp.float32)
   valid = offset + jnp.arange(v.shape[2])[None] < lengths[:, None]
   return parts_of(jnp.where(valid[:, None, None], scores, NEG), v)

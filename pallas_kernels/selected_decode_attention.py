@@ -51,9 +51,10 @@ def selected_decode_attention(
     return normalise(parts_of(scores, gathered), nonempty)
 
   def direct(*args):
-    scores, _, nonempty, values, pages = args
+    scores, valid, nonempty, values, pages = args
     out = normalise(parts_of(scores, _gather(values, pages)), nonempty)
-    return unless_finite(out, lambda: masked(*args))
+    careful = lambda scores, valid, pages: masked(scores, valid, nonempty, values, pages)
+    return unless_finite(out, careful, scores, valid, pages)
 
   args = (scores, valid, nonempty, values, pages)
   return jax.lax.platform_dependent(*args, cpu=direct, default=masked).astype(q.dtype)

@@ -5,8 +5,11 @@
 `--peer_python` is an interpreter that has torch, transformers and llama-cpp-python; none of them is
 a dependency of kvjax. Both peers get f32 weights, dequantized once from the model's GGUF file, all
 get the same prompt and the same number of threads, and decode in alternating short rounds, so that
-other work on the machine falls on all of them alike. llama.cpp keeps its KV cache in f16, its
-default and about half the bytes; the others in f32.
+other work on the machine falls on all of them alike. Whether all choose the same tokens is shown.
+
+llama.cpp runs with its binding's defaults, which favour its decoding: a KV cache in f16, half the
+bytes of the others', and no flash attention (measured on 2 cores at 7,680 tokens: 50 ms a step and
+43 s of prefill without it, 122 ms and 30 s with it).
 
 A peer is this same file, run by the other interpreter as `--worker=NAME`: that half needs nothing
 but the standard library and the peer itself, which is why everything of ours is imported inside
@@ -17,16 +20,37 @@ functions. It answers JSON lines on its standard output: `{"prefill": ids}` star
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PEERS = {"transformers": "transformers f32", "llama_cpp": "llama.cpp f32"}
+_PEER_ENVIRONMENT = {
+  "HF_HUB_OFFLINE": "1",
+  "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+  "TRANSFORMERS_VERBOSITY": "error",
+  "PYTHONWARNINGS": "ignore",
+}
+_PAUSE_S = 0.3  # lets the threads of whoever ran before go to sleep
+_COLUMNS = (
+  "policy",
+  "budget_tokens",
+  "ttft_s_p50",
+  "tpot_s_p50",
+  "tpot_s_p99",
+  "decode_tokens_per_s",
+  "speedup_vs_dense",
+  "tokens_as_dense",
+)
 
 # The peers' half.
 
@@ -39,16 +63,15 @@ class Stepper(NamedTuple):
   step: Callable[[int], int]
 
 
-def open_transformers(folder: str, capacity_tokens: int, threads: int) -> Stepper:
+def open_transformers(path: Path, capacity_tokens: int, threads: int) -> Stepper:
   """Llama of transformers on torch, f32, scaled-dot-product attention, its default cache."""
   del capacity_tokens
-  import torch
-  import transformers
-
+  torch = importlib.import_module("torch")
+  transformers = importlib.import_module("transformers")
   torch.set_num_threads(threads)
   torch.set_grad_enabled(False)
   model = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=torch.float32, attn_implementation="sdpa"
+    path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
   ).eval()
   state: dict[str, Any] = {}
 
@@ -67,13 +90,12 @@ def open_transformers(folder: str, capacity_tokens: int, threads: int) -> Steppe
   return Stepper(version, prefill, lambda token: run([token]))
 
 
-def open_llama_cpp(path: str, capacity_tokens: int, threads: int) -> Stepper:
+def open_llama_cpp(path: Path, capacity_tokens: int, threads: int) -> Stepper:
   """llama.cpp with f32 weights and otherwise its defaults."""
-  import llama_cpp
-  import numpy as np
-
+  llama_cpp = importlib.import_module("llama_cpp")
+  np = importlib.import_module("numpy")
   model = llama_cpp.Llama(
-    path,
+    str(path),
     n_ctx=capacity_tokens,
     n_threads=threads,
     n_threads_batch=threads,
@@ -95,8 +117,9 @@ def open_llama_cpp(path: str, capacity_tokens: int, threads: int) -> Stepper:
   return Stepper(version, prefill, lambda token: run([token]))
 
 
-def worker(name: str, weights: str, capacity_tokens: int, threads: int) -> None:
+def worker(name: str, weights: Path, capacity_tokens: int, threads: int) -> None:
   """Answers requests until its standard input ends."""
+  del sys.path[0]  # this folder; its modules must not hide the peer's
   replies = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)  # whatever the peer prints must not mix with the replies
 
@@ -130,24 +153,21 @@ def worker(name: str, weights: str, capacity_tokens: int, threads: int) -> None:
 # Our half.
 
 
-def f32_weights(gguf_path: Path, folder: Path) -> dict[str, Path]:
-  """The weights of a GGUF file dequantized to f32, once: what each peer loads.
+def f32_weights(source: Path, target: Path) -> Path:
+  """The weights of a GGUF file dequantized to f32, as a GGUF file that both peers load.
 
   Args:
-    gguf_path: a GGUF file of architecture llama.
-    folder: where they are kept; written whole or not at all.
-
-  Returns:
-    {"llama_cpp": a GGUF file, "transformers": a folder as the hub lays it out}
+    source: a GGUF file of architecture llama.
+    target: where the result is kept; written whole or not at all, and only once.
   """
-  if not folder.exists():
-    print(f"writing {gguf_path.name} as f32 for the peers into {folder}", flush=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-    partial.mkdir(parents=True)
-    _write_gguf(gguf_path, partial / "model-f32.gguf")
-    _write_hub_folder(gguf_path, partial)
-    partial.rename(folder)
-  return {"llama_cpp": folder / "model-f32.gguf", "transformers": folder}
+  if not target.exists():
+    print(f"writing {source.name} in f32 for the peers to {target}", flush=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="peers-") as folder:
+      partial = Path(folder) / target.name
+      _write_gguf(source, partial)
+      partial.replace(target)
+  return target
 
 
 def _write_gguf(source: Path, target: Path) -> None:
@@ -173,37 +193,6 @@ def _write_gguf(source: Path, target: Path) -> None:
   writer.close()
 
 
-def _write_hub_folder(source: Path, folder: Path) -> None:
-  import numpy as np
-  from safetensors.numpy import save_file
-
-  from models import gguf_reader
-
-  reader = gguf_reader.open_gguf(source)
-  checkpoint = gguf_reader.read(reader, gguf_reader.metadata(reader), source)
-  tensors = {name: np.ascontiguousarray(checkpoint.read(name)) for name in checkpoint.shapes}
-  save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-  config = checkpoint.config
-  described = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "num_hidden_layers": config.num_layers,
-    "num_attention_heads": config.num_heads,
-    "num_key_value_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "hidden_size": config.embed_dim,
-    "intermediate_size": config.ffn_dim,
-    "vocab_size": config.vocab_size,
-    "max_position_embeddings": config.max_tokens,
-    "rope_theta": config.rope_theta,
-    "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    "rms_norm_eps": config.norm_eps,
-    "tie_word_embeddings": config.tied_embeddings,
-  }
-  (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
-
-
 class Peer(NamedTuple):
   """A running peer: its version, and `ask(**request)` for one reply."""
 
@@ -214,14 +203,14 @@ class Peer(NamedTuple):
 @contextlib.contextmanager
 def start_peer(
   name: str, python: str, weights: Path, capacity_tokens: int, threads: int
-) -> Iterator[Peer]:
+) -> Generator[Peer]:
   """Runs one peer until the context ends.
 
   Raises:
     ValueError: the interpreter, or the package in it, is missing, or the peer failed.
   """
   command = [python, __file__, f"--worker={name}", str(weights), str(capacity_tokens), str(threads)]
-  environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+  environment = os.environ | _PEER_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
   try:
     process = subprocess.Popen(
       command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -258,8 +247,208 @@ def start_peer(
     except subprocess.TimeoutExpired:
       process.kill()
       process.wait()
+    replies.close()
+
+
+class Measured(NamedTuple):
+  """One contestant's samples: seconds, and the tokens that it chose."""
+
+  name: str
+  budget_tokens: int | None
+  prefill_s: float
+  step_s: list[float]
+  tokens: list[int]
+
+
+def define_flags() -> None:
+  """The flags of this command."""
+  from absl import flags
+
+  from eval import cli
+
+  cli.define_model_flag()
+  flags.DEFINE_string("peer_python", None, "A Python with torch, transformers, llama-cpp-python.")
+  flags.DEFINE_list("peers", list(PEERS), "Peers to compare with.")
+  flags.DEFINE_integer("prompt_tokens", 7680, "Length of the prompt.", lower_bound=1)
+  flags.DEFINE_integer("output_tokens", 24, "Decode steps to time.", lower_bound=1)
+  flags.DEFINE_integer("budget_tokens", 1024, "Budget of quest.")
+  flags.DEFINE_string("text_file", None, "UTF-8 text of the prompt; the King James Bible if none.")
+  cli.define_page_size_flag()
+  cli.define_out_dir("peers")
+
+
+def main(args: Any) -> None:
+  """Checks everything, opens the peers, measures, writes."""
+  from eval import cli, results, run_throughput, texts
+  from kvjax import CacheConfig, prepare
+  from kvjax.engine.generate import check_request
+  from models import load
+  from models.fetch import cache_dir
+
+  out_dir = Path(args.out_dir)
+  results.check_new_run(out_dir)
+  _check_peers(args.peer_python, args.peers)
+  names = ["dense", "quest"]
+  policies = run_throughput.pick_policies(names, [], [args.budget_tokens], args.page_size)
+  text = texts.read_text(Path(args.text_file)) if args.text_file else texts.king_james()
+  loaded = load(args.model)
+  if loaded.path is None or loaded.path.suffix != ".gguf":
+    raise ValueError(f"--model={args.model} is not a GGUF file, which the peers need; give one")
+  capacity = args.prompt_tokens + args.output_tokens
+  [prompt] = run_throughput.make_prompts(loaded, text, args.prompt_tokens, 1)
+  config = CacheConfig(1, capacity, args.page_size)
+  runners = [prepare(loaded.model, policy, store, config) for policy, store in policies]
+  check_request(runners[0], [prompt], args.output_tokens)
+  data = {args.text_file or "king james": hashlib.sha256(text.encode()).hexdigest()}
+  manifest = results.make_manifest(cli.flag_values(), loaded, data)
+  threads = manifest["cores"] or os.cpu_count() or 1
+  print(
+    f"model {loaded.name}, {args.prompt_tokens} tokens of prompt, {args.output_tokens} decode "
+    f"steps, batch 1, {threads} threads, f32\nKV on device: "
+    + ", ".join(
+      f"{one.policy.name} {results.human_bytes(one.decode_bytes.total)}" for one in runners
+    ),
+    flush=True,
+  )
+  weights = f32_weights(loaded.path, cache_dir() / f"f32-{loaded.content_hash[:12]}.gguf")
+  with contextlib.ExitStack() as stack:
+    peers = {
+      name: stack.enter_context(start_peer(name, args.peer_python, weights, capacity, threads))
+      for name in args.peers
+    }
+    measured = measure(peers, runners, loaded.params, prompt, args.output_tokens)
+  rows = _rows(
+    measured,
+    prompt_tokens=len(prompt),
+    model=loaded.name,
+    page_size=args.page_size,
+    device=manifest["device"],
+  )
+  manifest["peers"] = {name: peer.version for name, peer in peers.items()}
+  results.start_run(out_dir, manifest)
+  for row in rows:
+    results.append_row(out_dir, row)
+  print(f"\n{results.table(rows, _COLUMNS)}\n{_ratios(measured)}\n\nwritten to {out_dir}")
+
+
+def measure(
+  peers: Mapping[str, Peer], runners: Sequence[Any], params: Any, prompt: list[int], steps: int
+) -> list[Measured]:
+  """Warms all up, lets each read the prompt, then decodes in alternating rounds.
+
+  Args:
+    peers: running peers by name.
+    runners: ours, from `kvjax.prepare`, dense first.
+    params: weights of ours.
+    prompt: token ids.
+    steps: decode steps to time.
+  """
+  from tqdm import tqdm
+
+  from eval.run_throughput import ROUND_STEPS, advance, compile_runner, start_lane
+
+  for peer in peers.values():
+    peer.ask(prefill=prompt[:64])
+    peer.ask(steps=2)
+  for runner in runners:
+    compile_runner(runner, params)
+  lanes, prefills, replies = [], {}, {name: ([], []) for name in peers}
+  with tqdm(total=len(peers) + len(runners), desc="prefill", unit="prompt") as bar:
+    for name, peer in peers.items():
+      reply = peer.ask(prefill=prompt)
+      prefills[name] = reply["prefill_s"]
+      replies[name][1].extend(reply["tokens"])
+      bar.update()
+    for runner in runners:
+      time.sleep(_PAUSE_S)
+      lanes.append(start_lane(runner, params, [prompt]))
+      bar.update()
+  for done in tqdm(range(0, steps, ROUND_STEPS), desc="decode", unit="round"):
+    count = min(ROUND_STEPS, steps - done)
+    for name, peer in peers.items():
+      time.sleep(_PAUSE_S)
+      reply = peer.ask(steps=count)
+      replies[name][0].extend(reply["step_s"])
+      replies[name][1].extend(reply["tokens"])
+    for index, lane in enumerate(lanes):
+      time.sleep(_PAUSE_S)
+      lanes[index] = advance(lane, count)
+  ours = [
+    Measured(
+      lane.runner.policy.name,
+      lane.runner.policy.budget_tokens,
+      lane.ttft_s,
+      list(lane.step_s),
+      list(lane.made),
+    )
+    for lane in lanes
+  ]
+  return ours + [Measured(PEERS[name], None, prefills[name], *replies[name]) for name in peers]
+
+
+def same_tokens(tokens: Sequence[int], reference: Sequence[int]) -> str:
+  """The word agree, or where two greedy continuations part."""
+  for place, (one, other) in enumerate(zip(tokens, reference, strict=True), start=1):
+    if one != other:
+      return f"differs at token {place}"
+  return "agree"
+
+
+def _rows(measured: Sequence[Measured], prompt_tokens: int, **common: Any) -> list[dict[str, Any]]:
+  from eval.results import make_row, percentiles
+
+  dense = measured[0]
+  return [
+    make_row(
+      policy=one.name,
+      budget_tokens=one.budget_tokens,
+      batch_size=1,
+      task="peers",
+      prompt_tokens=prompt_tokens,
+      output_tokens=len(one.step_s),
+      prefill_tokens_per_s=prompt_tokens / one.prefill_s,
+      decode_tokens_per_s=len(one.step_s) / sum(one.step_s),
+      speedup_vs_dense=statistics.median(dense.step_s) / statistics.median(one.step_s),
+      simulated=False,
+      **percentiles("ttft_s", [one.prefill_s]),
+      **percentiles("tpot_s", one.step_s),
+      **common,
+    )
+    | {"tokens_as_dense": same_tokens(one.tokens, dense.tokens)}
+    for one in measured
+  ]
+
+
+def _ratios(measured: Sequence[Measured]) -> str:
+  """How many times faster each of ours is than each peer."""
+  ours = [one for one in measured if one.name not in PEERS.values()]
+  return "\n".join(
+    f"{one.name} over {peer.name}: decode "
+    f"{statistics.median(peer.step_s) / statistics.median(one.step_s):.2f}x, "
+    f"prefill {peer.prefill_s / one.prefill_s:.2f}x"
+    for peer in measured
+    if peer.name in PEERS.values()
+    for one in ours
+  )
+
+
+def _check_peers(python: str | None, names: Sequence[str]) -> None:
+  if not python:
+    raise ValueError(
+      "--peer_python is missing; give the path of a Python that has torch, transformers and "
+      "llama-cpp-python"
+    )
+  unknown = [name for name in names if name not in PEERS]
+  if unknown or not names:
+    raise ValueError(f"--peers={','.join(names)}: expected some of {', '.join(PEERS)}")
 
 
 if __name__ == "__main__":
   if len(sys.argv) == 5 and sys.argv[1].startswith("--worker="):
-    worker(sys.argv[1].removeprefix("--worker="), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    worker(
+      sys.argv[1].removeprefix("--worker="), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    )
+  else:
+    from eval import cli
+
+    cli.run(main, define_flags)

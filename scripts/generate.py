@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from absl import flags
@@ -107,7 +107,7 @@ def encode(loaded: Loaded, text: str, chat: bool) -> list[int]:
 def _tokenizer(loaded: Loaded) -> Tokenizer:
   if loaded.tokenizer is None:
     raise ValueError(
-      f"{loaded.name} has no tokenizer, so it cannot read a prompt; use another --model, or measure "
+      f"{loaded.name} has no tokenizer and cannot read a prompt; use another --model, or measure "
       "it with eval.run_throughput"
     )
   return loaded.tokenizer
@@ -139,7 +139,7 @@ def _warm_up(
 
 
 @contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def _progress_bar() -> Generator[Callable[[str, int, int], None]]:
   """A bar on stderr that follows `generate`, first the prompt and then the new tokens."""
   with tqdm(unit="tok", leave=False) as bar:
 

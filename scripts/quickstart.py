@@ -79,8 +79,8 @@ def main(args: flags.FlagValues) -> None:
     out_dir, results.make_manifest(cli.flag_values(), loaded, {text_name: text_hash})
   )
   rows = _measure_all(loaded, questions, cases, args.max_new_tokens, out_dir)
-  title = f"{loaded.name}, {text_name}, {capacity - args.max_new_tokens:,} tokens, "
-  plots.accuracy_against_speed(rows, title + f"batch 1, {rows[0]['device']}", out_dir / _PLOT)
+  title = f"{loaded.name}, {text_name}, {args.prompt_tokens:,} tokens, batch 1"
+  plots.accuracy_against_speed(rows, f"{title}\n{rows[0]['device']}", out_dir / _PLOT)
   print(_report(rows, questions))
   print(f"\n{results.RESULTS}, {results.MANIFEST} and {_PLOT} are in {out_dir}")
 

@@ -11,7 +11,7 @@ from kvjax.cache.segments import Segments, segment_sizes, write_at, write_chunk
 from kvjax.config import CacheConfig, ModelConfig
 from pallas_kernels.prefill_attention import PastBlocks
 
-FIRST_SEGMENT_TOKENS = 1024  # a multiple of every prefill chunk
+SEGMENT_TOKENS = 1024  # segments begin at its multiples; a multiple of every prefill chunk
 
 
 class Contiguous(NamedTuple):
@@ -29,7 +29,8 @@ class Contiguous(NamedTuple):
 def zeros(model: ModelConfig, cache: CacheConfig) -> Contiguous:
   """An empty layer."""
   b, k, d = cache.batch_size, model.num_kv_heads, model.head_dim
-  sizes = segment_sizes(cache.capacity_tokens, FIRST_SEGMENT_TOKENS)
+  first = -(-cache.base_tokens // SEGMENT_TOKENS) * SEGMENT_TOKENS
+  sizes = segment_sizes(cache.capacity_tokens, first)
   return Contiguous(
     tuple(jnp.zeros((b, k, d, size), cache.dtype) for size in sizes),
     tuple(jnp.zeros((b, k, size, d), cache.dtype) for size in sizes),

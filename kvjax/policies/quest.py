@@ -85,6 +85,8 @@ def quest(
       return _all_pages(b, heads, total), state
     scores = page_scores(q, bounds, num_pages.max())
     pages, mask = _best(_combine(scores, num_pages, group), num_pages, width, force_last)
+    # In the order of the pool, which memory likes better than the order of the scores.
+    pages, mask = jax.lax.sort((pages, mask), num_keys=1)
     return Selection(pages, mask[..., None]), state
 
   return Policy(

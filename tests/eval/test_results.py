@@ -58,6 +58,20 @@ def test_a_run_folder(tmp_path):
   assert [json.loads(line)["policy"] for line in lines] == ["dense", "quest"]
 
 
+def test_a_row_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+  results.append_row(tmp_path, {"a": 1})
+
+  def full(descriptor):
+    raise OSError("disk full")
+
+  with monkeypatch.context() as patch:
+    patch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+      results.append_row(tmp_path, {"a": 2})
+  results.append_row(tmp_path, {"a": 3})
+  assert (tmp_path / "results.jsonl").read_text() == '{"a": 1}\n{"a": 3}\n'
+
+
 @pytest.mark.parametrize("name", ["results.jsonl", "manifest.json"])
 def test_a_run_is_never_overwritten(tmp_path, name):
   (tmp_path / name).write_text("old")
@@ -115,7 +129,7 @@ def test_a_table_is_aligned_and_has_units():
   ("name", "value", "text"),
   [
     ("metadata_bytes", 1500, "1.5 kB"),
-    ("host_kv_bytes", 0, "0.0 kB"),
+    ("host_kv_bytes", 0, "0 B"),
     ("device_kv_bytes", 18_250_000_000, "18.2 GB"),
     ("recall_bytes_per_step", 2_000_000, "2.0 MB"),
     ("speedup_vs_dense", 1.4, "1.40x"),

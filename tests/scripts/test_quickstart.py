@@ -14,7 +14,7 @@ import pytest
 from models import load
 from scripts import quickstart
 from tests.models import tiny
-from tests.models.test_tokenizer import CHATML, INFO
+from tests.models.test_tokenizer import CHATML, INFO, TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = " ".join(f"Sentence number {n} of the book ends here." for n in range(40))
@@ -24,7 +24,7 @@ TEXT = " ".join(f"Sentence number {n} of the book ends here." for n in range(40)
 def inputs(tmp_path_factory):
   """Flags that name a model and a text."""
   folder = tmp_path_factory.mktemp("inputs")
-  config = dataclasses.replace(tiny.tied(), max_tokens=1024)
+  config = dataclasses.replace(tiny.tied(), max_tokens=1024, vocab_size=len(TOKENS), num_layers=3)
   extra = INFO | {"tokenizer.chat_template": CHATML}
   model = tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=extra)
   text = folder / "book.txt"
@@ -136,7 +136,7 @@ class _Flags:
   """Parsed flags that are not global."""
 
   policies = ("dense", "quest", "streaming")
-  max_new_tokens, seed = 8, 0
+  max_new_tokens, seed, text_file = 8, 0, None
 
   def __init__(self, **values):
     self.__dict__.update(values)
@@ -154,8 +154,16 @@ def _flags(arguments):
 @pytest.mark.slow
 def test_answers_are_cut_at_the_stop_token():
   loaded = load("smollm2-135m")
-  tokens = loaded.tokenizer.encode(" 12345.") + [loaded.tokenizer.eos_ids[0]]
+  tokens = [*loaded.tokenizer.encode(" 12345."), loaded.tokenizer.eos_ids[0]]
   tokens += loaded.tokenizer.encode(" 99999")
   question = quickstart.needle.Needle([1], "99999", "amber-anchor", 0.5, 5, 1)
   answer = quickstart._answer(loaded, question, tokens)
   assert answer["given"] == "12345." and not answer["correct"] and not answer["limit_hit"]
+
+
+@pytest.mark.slow
+def test_the_real_model_finds_the_numbers(tmp_path):
+  arguments = ["--policies=dense", "--prompt_tokens=700", "--budget_tokens=512"]
+  quickstart.main(_flags(["--model=smollm2-135m", f"--out_dir={tmp_path}/out", *arguments]))
+  (row,) = map(json.loads, (tmp_path / "out/results.jsonl").read_text().splitlines())
+  assert row["score"] == 1.0

@@ -1,0 +1,102 @@
+"""scripts.generate on a tiny random model with a real tokenizer, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models import load
+from scripts import generate
+from tests.models import tiny
+from tests.models.test_tokenizer import CHATML, INFO, TOKENS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("model")
+  config = dataclasses.replace(tiny.tied(), max_tokens=256, vocab_size=len(TOKENS), num_layers=3)
+  extra = INFO | {"tokenizer.chat_template": CHATML}
+  return tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=extra)
+
+
+def _run(*arguments, folder, stdin=""):
+  environment = os.environ | {"PYTHONPATH": str(ROOT), "KVJAX_CACHE": str(folder / "cache")}
+  return subprocess.run(
+    [sys.executable, "-m", "scripts.generate", *arguments],
+    input=stdin,
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=folder,
+    env=environment,
+  )
+
+
+def test_plan_text_and_statistics(model, tmp_path):
+  arguments = [f"--model={model}", "--prompt_file=-", "--nochat", "--max_new_tokens=6"]
+  arguments += ["--budget_tokens=32", "--temperature=0.8", "--top_p=0.9"]
+  done = _run(*arguments, folder=tmp_path, stdin="a question " * 6)
+  assert done.returncode == 0, done.stderr
+  plan, *_, statistics = done.stdout.strip().split("\n\n")
+  assert plan.startswith("model   tiny, weights ")
+  for part in ("up to 6 new", "quest with 32 tokens on store resident", "while the prompt is read"):
+    assert part in plan
+  for part in ("TTFT ", "tokens", "KV ", "compiled in "):
+    assert part in statistics
+  assert "\n" not in statistics
+
+
+def test_the_chat_template_is_used_unless_refused(model):
+  loaded = load(str(model))
+  chat = generate.encode(loaded, "why", chat=True)
+  plain = generate.encode(loaded, "why", chat=False)
+  assert len(chat) > len(plain)
+  assert "user" in loaded.tokenizer.decode(chat, skip_special=False)
+
+
+def test_prompts_come_from_one_place(tmp_path):
+  path = tmp_path / "prompt.txt"
+  path.write_text("from a file", encoding="utf-8")
+  assert generate.read_prompt(None, str(path)) == "from a file"
+  assert generate.read_prompt("given", None) == "given"
+  for prompt, prompt_file in ((None, None), ("given", str(path))):
+    with pytest.raises(ValueError, match="exactly one of --prompt and --prompt_file"):
+      generate.read_prompt(prompt, prompt_file)
+  with pytest.raises(ValueError, match="--prompt is empty"):
+    generate.read_prompt("  ", None)
+  path.write_bytes(b"\xff\xfe\xff")
+  with pytest.raises(ValueError, match=r"prompt.txt is not UTF-8 text"):
+    generate.read_prompt(None, str(path))
+
+
+def test_a_model_without_a_tokenizer_is_refused():
+  with pytest.raises(ValueError, match="has no tokenizer and cannot read a prompt"):
+    generate.encode(load("random:stories260k"), "why", chat=False)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "expected"),
+  [
+    (["--policy=best"], "unknown policy 'best'"),
+    (["--budget_tokens=8"], "budget_tokens 8 is under one page of 16"),
+    (["--store=compact"], "policy 'quest' cannot run on store 'compact'"),
+    (["--max_new_tokens=999"], "the model's context is 256"),
+    (["--max_new_tokens=0"], "max_new_tokens"),
+    (["--top_p=0"], "top_p 0.0 must be above 0"),
+    (["--prompt_file=absent.txt"], "exactly one of --prompt and --prompt_file"),
+    (["--model=absent.gguf"], "unknown model 'absent.gguf'"),
+  ],
+)
+def test_bad_input_is_one_line(model, tmp_path, arguments, expected):
+  done = _run(f"--model={model}", "--prompt=why", *arguments, folder=tmp_path)
+  assert done.returncode == 2
+  [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+  assert expected in line
+  assert "Traceback" not in done.stderr
