@@ -91,7 +91,8 @@ class Inputs(NamedTuple):
     k: f[B, S, K, D], as the store keeps them.
     v: f[B, S, K, D].
     positions: i32[B, S], true positions.
-    valid: bool[B, S], False for padding.
+    valid: bool[B, S], False for padding. This and the five above but layer and row are None when a
+      dropping policy is asked after prefill what it keeps.
     lengths: i32[B], tokens of each row including those of this call.
     slot_positions: i32[B, K, T], true position of the token in each slot of the row's pages,
       -1 where there is none.
@@ -100,14 +101,14 @@ class Inputs(NamedTuple):
 
   layer: int
   row: int
-  q: jax.Array
-  k: jax.Array
-  v: jax.Array
-  positions: jax.Array
-  valid: jax.Array
+  q: Any
+  k: Any
+  v: Any
+  positions: Any
+  valid: Any
   lengths: jax.Array
   slot_positions: jax.Array
-  hidden: jax.Array
+  hidden: Any
 
 
 class Selection(NamedTuple):

@@ -159,5 +159,5 @@ def _init_layer(config: ModelConfig, key: jax.Array, dtype: str) -> dict[str, ja
   return matrices | {"attn_norm": jnp.ones(embed, dtype), "mlp_norm": jnp.ones(embed, dtype)}
 
 
-def _normal(key: jax.Array, shape: tuple[int, int], fan_in: int, dtype: str) -> jax.Array:
+def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.Array:
   return (jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)).astype(dtype)

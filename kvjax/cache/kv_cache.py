@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,7 @@ from kvjax.types import DENSE, LayerPlan, State
 OVERFLOW = 1  # bit of `KVCache.overflow`: a row was given a token that it has no slot for
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
   """Keys, values and what policies and stores remember of them.
 
   Every step takes a cache, must own it (it is donated) and returns the next one.
@@ -31,8 +32,8 @@ class KVCache:
   """
 
   contiguous: tuple[Contiguous | None, ...]
-  pools: Pools | None
-  table: jax.Array | None
+  pools: Any  # Pools | None: whoever asks for pages knows that there are some
+  table: Any  # jax.Array | None
   lengths: jax.Array
   overflow: jax.Array
   policy_state: State

@@ -96,7 +96,7 @@ def _after_prefill(cache: KVCache, row: int) -> Inputs:
     lengths=cache.lengths,
     slot_positions=resident.slot_positions(cache, row, cache.lengths),
     hidden=None,
-  )  # type: ignore[arg-type]
+  )
 
 
 def _first_slots(cache: KVCache, kept: Recalled, cache_config: CacheConfig):

@@ -1,0 +1,116 @@
+"""Compiles a jitted function for an H100 on a machine without a GPU, and reads what came out.
+
+XLA's CUDA compiler comes with the packages jax-cuda13-plugin and jax-cuda13-pjrt (of jax's own
+version) and asks for nothing but a description of the chip.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# The plugin refuses to load where it finds neither a GPU nor cuDNN; a compiler needs neither.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+
+# The public data sheet of an H100 SXM (80 GB) in the terms of XLA's GpuTargetConfig.
+H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 8 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  clock_rate_ghz: 1.98
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  memory_bandwidth: 3352320000000
+  device_memory_size: 84978434048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
+
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+ITEM_BYTES |= {"s64": 8, "u64": 8, "f64": 8, "s16": 2, "u16": 2}
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(", re.MULTILINE)
+ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+
+def why_not() -> str | None:
+  """What is missing to compile for an H100 here; None if nothing is."""
+  wanted = importlib.metadata.version("jaxlib")
+  for name in PLUGINS:
+    try:
+      found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      return f"{name} is not installed"
+    if found != wanted:
+      return f"{name} is {found}, jaxlib {wanted}"
+  if shutil.which("ptxas") is None:
+    return "ptxas of a CUDA 13 toolkit is not on PATH"
+  return None
+
+
+def compile_for_h100(fn: Callable, *args, static_argnums=(), donate_argnums=()):
+  """`jax.stages.Compiled` of fn; args are static values or pytrees of `jax.ShapeDtypeStruct`."""
+  mesh = _mesh()
+  abstract = mesh.abstract_mesh
+  placed = NamedSharding(abstract, PartitionSpec())
+
+  def place(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+  args = [arg if i in static_argnums else jax.tree.map(place, arg) for i, arg in enumerate(args)]
+  with jax.sharding.use_abstract_mesh(abstract):
+    jitted = jax.jit(fn, static_argnums=static_argnums, donate_argnums=donate_argnums)
+    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+  device = mesh.devices.flat[0]
+  # Lowered for an abstract mesh it has no device yet, and would be given to the CPU's compiler.
+  lowered._lowering.compile_args["backend"] = device.client
+  return lowered.compile(device_assignment=(device,))
+
+
+def big_copies(hlo: str, min_bytes: int) -> list[str]:
+  """Instructions of optimised HLO that copy at least so many bytes, one line each."""
+  found = []
+  for name, kind, opcode in INSTRUCTION.findall(hlo):
+    size = array_bytes(kind)
+    if opcode in ("copy", "copy-start") and size >= min_bytes:
+      found.append(f"{name}: {opcode} of {size} bytes, {kind}")
+  return found
+
+
+def array_bytes(kind: str) -> int:
+  """Bytes of the largest array of an HLO type."""
+  sizes = [
+    ITEM_BYTES.get(dtype, 0) * int(np.prod([int(n) for n in dims.split(",") if n], dtype=np.int64))
+    for dtype, dims in ARRAY.findall(kind)
+  ]
+  return max(sizes, default=0)
+
+
+@cache
+def _mesh() -> Mesh:
+  described = topologies.get_topology_desc("1x1x1", "cuda", target_config=H100, topology="1x1x1")
+  return Mesh(np.array(described.devices[:1]), ("x",))

@@ -1,0 +1,55 @@
+"""The decode step of Llama-3.1-8B's shape, compiled for an H100: in place, and without big copies."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from kvjax import CacheConfig, ModelConfig, make_policy, prepare
+from kvjax.engine import steps
+from models import llama
+from tests import aot
+
+MIB = 1 << 20
+LLAMA_8B = ModelConfig(
+  family="llama",
+  num_layers=32,
+  num_heads=32,
+  num_kv_heads=8,
+  head_dim=128,
+  embed_dim=4096,
+  ffn_dim=14336,
+  vocab_size=128_256,
+  max_tokens=131_072,
+  rope_theta=500_000.0,
+)
+BATCH, TOKENS = 4, 32_768
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
+@pytest.mark.parametrize("name", ["quest", "dense"])
+def test_decode_step_of_an_8b_model_copies_no_pool(name):
+  policy = make_policy(name, budget_tokens=64 * 16, page_size=16)
+  config = CacheConfig(BATCH, TOKENS, dtype="bfloat16", base_tokens=TOKENS)
+  model = llama.build(LLAMA_8B)
+  runner = prepare(model, policy, "resident", config)
+  args = (
+    runner,
+    llama.param_shapes(LLAMA_8B, "bfloat16"),
+    jax.eval_shape(lambda: steps.empty_cache(runner)),
+    jax.ShapeDtypeStruct((BATCH,), "int32"),
+  )
+  compiled = aot.compile_for_h100(
+    steps.decode_step.__wrapped__, *args, static_argnums=(0,), donate_argnums=(2,)
+  )
+  memory, kept = compiled.memory_analysis(), runner.decode_bytes.total
+  copies = aot.big_copies(compiled.as_text(), 64 * MIB)
+  print(
+    f"{name}: cache {kept} bytes, aliased {memory.alias_size_in_bytes}, "
+    f"temporaries {memory.temp_size_in_bytes}, copies {copies}"
+  )
+  assert kept > 15e9
+  assert memory.alias_size_in_bytes >= kept
+  assert memory.temp_size_in_bytes < kept // 100
+  assert not copies
