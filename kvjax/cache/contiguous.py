@@ -69,6 +69,7 @@ def past_blocks(layer: Contiguous, start: jax.Array, block: int) -> list[PastBlo
         jax.lax.dynamic_slice_in_dim(values, i * block, block, axis=2),
       )
 
-    sources.append(PastBlocks(jnp.clip(start - offset, 0, size) // block, read))
+    count = jnp.clip(start - offset, 0, size) // block
+    sources.append(PastBlocks(count, read, slots_last=True))
     offset += size
   return sources

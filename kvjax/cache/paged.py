@@ -96,6 +96,6 @@ def past_blocks(pools: Pools, table: jax.Array, start: jax.Array, block: int) ->
     pages = jnp.take(table, places, axis=-1, mode="clip")  # i32[B, K, block/C]
     keys = pools.keys.at[pages].get(mode="clip").reshape(b, k, block, d)
     values = pools.values.at[pages].get(mode="clip").reshape(b, k, block, d)
-    return keys.swapaxes(2, 3), values
+    return keys, values
 
-  return PastBlocks(start // block, read)
+  return PastBlocks(start // block, read, slots_last=False)

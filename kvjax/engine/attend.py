@@ -50,16 +50,16 @@ def prefill_attend(policy: Policy, plan: LayerPlan, rotate: Rotate, call: Call) 
     block = q.shape[1]
     kept = cache.contiguous[layer]
     if kept is not None:
-      out = prefill_attention(turned_q, turned_k, v, contiguous.past_blocks(kept, start, block))
       kept = contiguous.append_chunk(kept, turned_k, v, start, call.valid)
+      out = prefill_attention(turned_q, turned_k, v, contiguous.past_blocks(kept, start, block))
       return out, _with_layer(cache, layer, kept)
     row = plan.select_layers.index(layer)
     stored = turned_k if policy.cache_positions is None else k
-    past = paged.past_blocks(cache.pools, cache.table[row], start, block)
+    pools = paged.append_chunk(cache.pools, cache.table[row], stored, v, start, call.valid)
+    past = paged.past_blocks(pools, cache.table[row], start, block)
     if policy.cache_positions is not None:
       past = _turn_past(past, rotate, block)
     out = prefill_attention(turned_q, turned_k, v, [past])
-    pools = paged.append_chunk(cache.pools, cache.table[row], stored, v, start, call.valid)
     cache = cache.replace(pools=pools)
     inputs = Inputs(
       layer=layer,
@@ -168,10 +168,9 @@ def _turn_past(past, rotate: Rotate, block: int):
 
   def read(i):
     keys, values = past.read(i)
-    b = keys.shape[0]
-    positions = jnp.broadcast_to(i * block + jnp.arange(block), (b, block))
-    turned = rotate(keys.transpose(0, 3, 1, 2), positions)
-    return turned.transpose(0, 2, 3, 1), values
+    b, heads, _, d = keys.shape
+    positions = jnp.broadcast_to(i * block + jnp.arange(block), (b * heads, block))
+    return rotate(keys.reshape(b * heads, block, 1, d), positions).reshape(keys.shape), values
 
   return past._replace(read=read)
 

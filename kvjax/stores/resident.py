@@ -43,7 +43,7 @@ def recall(
 ) -> tuple[Recalled, KVCache]:
   """Page ids out of the table, and the mask cut to the slots that hold a token."""
   page_size = cache.pools.keys.shape[1]
-  slots = ticket.pages[..., None] * page_size + jnp.arange(page_size)
+  slots = ticket.pages[..., None] * page_size + jnp.arange(page_size)[None, None, None]
   mask = ticket.mask & (slots < lengths[:, None, None, None])
   return Recalled(page_ids(cache.table[row], ticket.pages), mask, slots), cache
 

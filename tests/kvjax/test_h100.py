@@ -1,4 +1,4 @@
-"""The decode step of Llama-3.1-8B's shape, compiled for an H100: in place, and without big copies."""
+"""The decode step of Llama-3.1-8B's shape, compiled for an H100: in place, no big copies."""
 
 from __future__ import annotations
 

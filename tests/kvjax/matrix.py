@@ -1,0 +1,203 @@
+"""The matrix of (policy, setting, store) that every law is held against, and runs of it.
+
+A new policy only has to be given two settings here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import POLICIES, STORES, CacheConfig, KVCache, ModelConfig, Runner, make_policy, prepare
+from kvjax.engine import steps
+from kvjax.engine.generate import prefill
+from kvjax.types import Model
+from models import llama
+
+PAGE = 16
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+  "dense": {"gentle": {}, "harsh": {}},
+  "quest": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32, "group": "none"},
+  },
+  "streaming": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32, "sinks": 3},
+  },
+}
+
+
+class Entry(NamedTuple):
+  """One cell of the matrix."""
+
+  policy: str
+  setting: str
+  store: str
+
+  def __str__(self) -> str:
+    return "-".join(self)
+
+
+def entries() -> list[Entry]:
+  """Every policy that is registered, in both settings, on every store that it allows."""
+  return [
+    Entry(name, setting, store)
+    for name in POLICIES
+    for setting in SETTINGS.get(name, {})
+    for store in STORES
+    if store in make_policy(name, **SETTINGS[name][setting]).stores
+  ]
+
+
+class Shape(NamedTuple):
+  """Heads of a tiny model."""
+
+  kv_heads: int
+  group: int
+  head_dim: int
+
+  def __str__(self) -> str:
+    return f"K{self.kv_heads}G{self.group}D{self.head_dim}"
+
+
+SHAPES = (Shape(2, 1, 32), Shape(1, 2, 16), Shape(2, 4, 16), Shape(1, 8, 16))
+LENGTHS = (127, 128, 129, 1)  # one under, at and over a page, and a row that is all padding later
+NUM_STEPS = 20  # over a page boundary of every long row
+CAPACITY = 160
+
+
+@cache
+def tiny_model(shape: Shape, num_layers: int = 3) -> tuple[Model, Any]:
+  """A random Llama of this shape and its f32 weights."""
+  config = ModelConfig(
+    family="llama",
+    num_layers=num_layers,
+    num_heads=shape.kv_heads * shape.group,
+    num_kv_heads=shape.kv_heads,
+    head_dim=shape.head_dim,
+    embed_dim=48,
+    ffn_dim=64,
+    vocab_size=160,
+    max_tokens=4096,
+    rope_theta=1000.0,
+  )
+  model = llama.build(config)
+  params = model.init(jax.random.key(7), "float32")
+  # Sharper attention than random weights give, so that what is left out shows.
+  sharper = tuple(layer | {"q": 3.0 * layer["q"]} for layer in params["layers"])
+  return model, params | {"layers": sharper}
+
+
+@cache
+def runner_of(
+  entry: Entry,
+  shape: Shape,
+  *,
+  batch: int = len(LENGTHS),
+  capacity: int = CAPACITY,
+  chunk: int = 64,
+  base: int = 1024,
+  budget: int | None = None,
+) -> Runner:
+  """The runner of a cell; budget, if given, is laid over the setting."""
+  options = SETTINGS[entry.policy][entry.setting] | ({"budget_tokens": budget} if budget else {})
+  policy = make_policy(entry.policy, **options)
+  config = CacheConfig(batch, capacity, PAGE, base_tokens=base)
+  return prepare(tiny_model(shape)[0], policy, entry.store, config, chunk_tokens=chunk)
+
+
+def tokens_of(lengths: Sequence[int], vocab: int = 160, seed: int = 0) -> list[list[int]]:
+  """Random rows; the first tokens of a row are the same whatever its length."""
+  return [
+    np.random.default_rng([seed, row]).integers(0, vocab, 512)[:length].tolist()
+    for row, length in enumerate(lengths)
+  ]
+
+
+ROWS = tuple(tuple(row) for row in tokens_of([length + NUM_STEPS for length in LENGTHS]))
+
+
+class Run(NamedTuple):
+  """Teacher-forced logits.
+
+  Attributes:
+    logits: f32[n + 1, B, V], of the last prompt token and of n more.
+    attended: for each selecting layer bool[n, B, H, T], positions that each step attended to.
+    cache: after the last step.
+  """
+
+  logits: np.ndarray
+  attended: dict[int, np.ndarray]
+  cache: KVCache
+
+
+def teacher_forced(
+  runner: Runner, params, rows: Sequence[Sequence[int]], lengths: Sequence[int], between=None
+) -> Run:
+  """Prefills lengths tokens of each row and feeds the rest one by one.
+
+  between, if given, is applied to the cache before each step.
+  """
+  prompts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+  last, state = prefill(runner, params, prompts)
+  logits, attended = [runner.model.unembed(params, last)], []
+  for step in range(min(len(row) - n for row, n in zip(rows, lengths, strict=True))):
+    tokens = np.array([row[n + step] for row, n in zip(rows, lengths, strict=True)], np.int32)
+    state = between(state) if between else state
+    out, seen, state = spied_step(runner, params, state, tokens)
+    logits.append(out)
+    attended.append(seen)
+  total = max(map(len, rows))
+  layers = {
+    layer: np.stack([_positions(runner, seen[layer], total) for seen in attended])
+    for layer in runner.plan.select_layers
+  }
+  return Run(np.stack(logits), layers, state)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def spied_step(runner: Runner, params, state: KVCache, tokens):
+  """A decode step that also says what each selecting layer was given to attend to."""
+  seen = {}
+  recall = runner.policy.recall or runner.store.recall
+
+  def spy(state, row, ticket, lengths):
+    recalled, state = recall(state, row, ticket, lengths)
+    seen[runner.plan.select_layers[row]] = (recalled.positions, recalled.mask)
+    return recalled, state
+
+  spied = runner._replace(policy=runner.policy._replace(recall=spy))
+  logits, state = steps.decode_step.__wrapped__(spied, params, state, tokens)
+  return logits, seen, state
+
+
+def _positions(runner: Runner, recalled, total: int) -> np.ndarray:
+  """bool[B, H, T] of positions and mask [B, K or H, M, C]; a slot that came twice is a bug."""
+  positions, mask = (np.asarray(x) for x in recalled)
+  mask = np.broadcast_to(mask, positions.shape)
+  b, heads = positions.shape[:2]
+  counts = np.zeros((b, heads, total), int)
+  for row, head in np.ndindex(b, heads):
+    np.add.at(counts[row, head], positions[row, head][mask[row, head]], 1)
+  assert counts.max() <= 1, "a token was attended to twice"
+  return np.repeat(counts > 0, runner.model.config.num_heads // heads, axis=1)
+
+
+def padded(rows: Sequence[Sequence[int]]) -> jnp.ndarray:
+  """i32[B, longest], zeros after the end of a row."""
+  out = np.zeros((len(rows), max(map(len, rows))), np.int32)
+  for i, row in enumerate(rows):
+    out[i, : len(row)] = row
+  return jnp.asarray(out)
+
+
+def aligned(logits: jax.Array, lengths: Sequence[int], num_steps: int) -> np.ndarray:
+  """f32[n + 1, B, V] of logits f32[B, S, V]: from the last prompt token on."""
+  whole = np.asarray(logits)
+  return np.stack([whole[b, n - 1 : n + num_steps] for b, n in enumerate(lengths)], axis=1)

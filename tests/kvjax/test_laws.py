@@ -1,0 +1,306 @@
+"""The laws that every policy obeys on every store that it allows, as one matrix.
+
+See `matrix.py` for the cells. Laws about the compiled program are in test_laws_compiled.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import POLICIES, STORES, generate, selected_pages
+from kvjax.engine import steps
+from kvjax.engine.generate import check_overflow, prefill
+from tests.kvjax import masked, matrix
+from tests.kvjax.matrix import LENGTHS, NUM_STEPS, PAGE, ROWS, SHAPES
+from tests.models import naive
+
+ENTRIES = matrix.entries()
+FULL = 1024  # a budget over every capacity here that is not a law's own subject
+SHAPE = SHAPES[2]
+PROMPTS = [list(row[:length]) for row, length in zip(ROWS, LENGTHS, strict=True)]
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@cache
+def base_run(entry, shape) -> matrix.Run:
+  """The run that others are compared with: ragged, in small chunks, capacity as it comes."""
+  runner = matrix.runner_of(entry, shape)
+  return matrix.teacher_forced(runner, matrix.tiny_model(shape)[1], ROWS, LENGTHS)
+
+
+@cache
+def dense_logits(shape) -> np.ndarray:
+  """One plain pass over all of each row; what follows a row's end is not seen by it."""
+  model, params = matrix.tiny_model(shape)
+  return matrix.aligned(naive.logits(model, params, matrix.padded(ROWS)), LENGTHS, NUM_STEPS)
+
+
+def test_the_matrix_covers_every_policy_and_store():
+  assert set(matrix.SETTINGS) == set(POLICIES), "give every policy its two settings in matrix.py"
+  assert all(set(settings) == {"gentle", "harsh"} for settings in matrix.SETTINGS.values())
+  assert {entry.store for entry in ENTRIES} == set(STORES)
+  assert {shape.group for shape in SHAPES} == {1, 2, 4, 8}
+
+
+# Law 1: a full budget equals dense; a row under the budget is dense.
+
+
+@every_shape
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.setting == "harsh"], ids=str)
+def test_full_budget_equals_dense(entry, shape):
+  runner = matrix.runner_of(entry, shape, budget=FULL)
+  run = matrix.teacher_forced(runner, matrix.tiny_model(shape)[1], ROWS, LENGTHS)
+  np.testing.assert_allclose(run.logits, dense_logits(shape), **TOLERANCE)
+
+
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.setting == "harsh"], ids=str)
+def test_full_budget_says_what_dense_says(entry):
+  params = matrix.tiny_model(SHAPE)[1]
+  found = generate(
+    matrix.runner_of(entry, SHAPE, budget=FULL), params, PROMPTS, max_new_tokens=NUM_STEPS
+  )
+  for row, prompt in enumerate(PROMPTS):
+    whole = naive.logits(
+      matrix.tiny_model(SHAPE)[0], params, matrix.padded([prompt + found.tokens[row]])
+    )
+    best = np.argmax(np.asarray(whole)[0, len(prompt) - 1 : -1], axis=-1)
+    assert found.tokens[row] == best.tolist()
+
+
+@every_shape
+@every_entry
+def test_under_the_budget_a_row_is_dense_and_over_it_not(entry, shape):
+  budget = matrix.runner_of(entry, shape).policy.budget_tokens or FULL
+  run, dense = base_run(entry, shape), dense_logits(shape)
+  below = np.array(LENGTHS)[None] + np.arange(NUM_STEPS + 1)[:, None] <= budget  # [n + 1, B]
+  below[0] = True  # prefill is dense whatever the budget
+  assert below[1:].any()
+  np.testing.assert_allclose(run.logits[below], dense[below], **TOLERANCE)
+  if budget < FULL:  # else the law would hold for a policy that ignores its budget
+    assert np.abs(run.logits[~below] - dense[~below]).max(axis=-1).min() > 1e-4
+
+
+@every_entry
+def test_the_budget_is_kept(entry):
+  runner, run = matrix.runner_of(entry, SHAPE), base_run(entry, SHAPE)
+  for seen in run.attended.values():
+    assert seen.sum(axis=-1).max() <= (runner.policy.budget_tokens or FULL)
+    for step, row in np.ndindex(*seen.shape[:2]):
+      newest = LENGTHS[row] + step
+      assert seen[step, row, :, newest].all() and not seen[step, row, :, newest + 1 :].any()
+
+
+# Law 2: dense attention under the mask of what was recalled is the method's own output.
+
+
+@every_shape
+@every_entry
+def test_masked_dense_attention_equals_the_method(entry, shape):
+  model, params = matrix.tiny_model(shape)
+  runner, run = matrix.runner_of(entry, shape), base_run(entry, shape)
+  total = max(map(len, ROWS))
+  visible = masked.visibility(model.config, LENGTHS, total, run.attended)
+  if runner.policy.cache_positions is None:
+    positions = masked.true_positions(len(LENGTHS), total)
+  else:
+    (seen, *_) = run.attended.values()
+    positions = masked.cache_positions(LENGTHS, total, seen[:, :, 0])
+  found = masked.logits(model, params, matrix.padded(ROWS), visible, *positions)
+  expected = matrix.aligned(found, LENGTHS, NUM_STEPS)
+  np.testing.assert_allclose(run.logits, expected, **TOLERANCE)
+
+
+@every_entry
+def test_selected_pages_names_what_the_next_step_attends_to(entry):
+  runner, params = matrix.runner_of(entry, SHAPE), matrix.tiny_model(SHAPE)[1]
+  tokens = np.array([row[n] for row, n in zip(ROWS, LENGTHS, strict=True)], np.int32)
+  cache = prefill(runner, params, PROMPTS)[1]
+  named = selected_pages(runner, params, cache, tokens)
+  recalled, cache = matrix.spied_step(runner, params, cache, tokens)[1:]  # the cache was left alone
+  assert sorted(named) == list(runner.plan.select_layers)
+  for row, layer in enumerate(runner.plan.select_layers):
+    positions, mask = (np.asarray(x) for x in recalled[layer])
+    places = runner.store.slot_positions(cache, row, cache.lengths)
+    places = np.asarray(places).reshape(*places.shape[:2], -1, PAGE)
+    for b, head in np.ndindex(*named[layer].shape[:2]):
+      pages = np.asarray(named[layer])[b, head]
+      group = named[layer].shape[1] // places.shape[1]
+      inside = set(places[b, head // group][pages[pages >= 0]].ravel().tolist())
+      assert set(positions[b, head][mask[b, head]].tolist()) <= inside
+      used = mask[b, head].any(axis=-1).sum()
+      assert (pages >= 0).sum() == used, f"{(pages >= 0).sum()} pages named, {used} used"
+
+
+# Law 3: the store does not change the result.
+
+
+@pytest.mark.parametrize(
+  "entry", [e for e in ENTRIES if e.store == "resident"], ids=lambda e: f"{e.policy}-{e.setting}"
+)
+def test_stores_agree(entry):
+  params = matrix.tiny_model(SHAPE)[1]
+  run = base_run(entry, SHAPE)
+  tokens = generate(matrix.runner_of(entry, SHAPE), params, PROMPTS, max_new_tokens=NUM_STEPS)
+  for other in [e for e in ENTRIES if e[:2] == entry[:2] and e != entry]:
+    found = base_run(other, SHAPE)
+    np.testing.assert_allclose(found.logits, run.logits, **TOLERANCE)
+    for layer, seen in run.attended.items():
+      np.testing.assert_array_equal(found.attended[layer], seen)
+    said = generate(matrix.runner_of(other, SHAPE), params, PROMPTS, max_new_tokens=NUM_STEPS)
+    assert said.tokens == tokens.tokens
+
+
+# Law 4: batch mates, chunks, steps and capacity do not matter.
+
+
+@every_entry
+@pytest.mark.parametrize("row", range(len(LENGTHS)), ids=lambda row: f"length{LENGTHS[row]}")
+def test_a_row_alone_equals_the_row_in_a_batch(entry, row):
+  params = matrix.tiny_model(SHAPE)[1]
+  runner = matrix.runner_of(entry, SHAPE, batch=1)
+  alone = matrix.teacher_forced(runner, params, ROWS[row : row + 1], LENGTHS[row : row + 1])
+  expected = base_run(entry, SHAPE).logits[:, row]
+  np.testing.assert_allclose(alone.logits[:, 0], expected, **TOLERANCE)
+
+
+@every_entry
+@pytest.mark.parametrize(
+  "change",
+  [{"chunk": 128}, {"capacity": 320}, {"capacity": 149}, {"capacity": 1500, "base": 2000}],
+  ids=lambda change: "-".join(f"{key}{value}" for key, value in change.items()),
+)
+def test_chunks_and_capacity_do_not_matter(entry, change):
+  runner = matrix.runner_of(entry, SHAPE, **change)
+  run = matrix.teacher_forced(runner, matrix.tiny_model(SHAPE)[1], ROWS, LENGTHS)
+  np.testing.assert_allclose(run.logits, base_run(entry, SHAPE).logits, **TOLERANCE)
+
+
+def test_segments_do_not_matter():
+  """A dense cache of three segments that rows reach one after the other."""
+  lengths, params = (1020, 2040, 30), matrix.tiny_model(SHAPE)[1]
+  rows = np.random.default_rng(3).integers(0, 160, (3, 2100)).tolist()
+  rows = [row[: length + 8] for row, length in zip(rows, lengths, strict=True)]
+  entry = next(e for e in ENTRIES if e.policy == "dense")
+  runs = []
+  for base in (1024, 4096):
+    runner = matrix.runner_of(entry, SHAPE, batch=3, capacity=4096, chunk=512, base=base)
+    runs.append((runner, matrix.teacher_forced(runner, params, rows, lengths)))
+  assert [len(run.cache.contiguous[0].values) for _, run in runs] == [3, 1]
+  np.testing.assert_allclose(runs[0][1].logits, runs[1][1].logits, **TOLERANCE)
+
+
+# Law 5: unused slots may hold anything.
+
+
+def poison_unused(runner, cache, value: float):
+  """The cache with value in every slot and every bound that holds no token."""
+  lengths = cache.lengths
+
+  def beyond(x, axis, first, unit=1):  # every place from ceil(length / unit) on
+    places = first + jnp.arange(x.shape[axis])
+    unused = places[None] >= -(-lengths[:, None] // unit)
+    unused = unused.reshape(*unused.shape[:1], *(-1 if i == axis else 1 for i in range(1, x.ndim)))
+    return jnp.where(unused, value, x)
+
+  def segments(arrays, axis, unit=1):
+    starts = np.cumsum([0, *(x.shape[axis] for x in arrays)])
+    return tuple(beyond(x, axis, int(at), unit) for x, at in zip(arrays, starts, strict=False))
+
+  contiguous = tuple(
+    layer and layer._replace(keys=segments(layer.keys, 3), values=segments(layer.values, 2))
+    for layer in cache.contiguous
+  )
+  pools = cache.pools
+  for row in range(len(runner.plan.select_layers)):
+    unused = runner.store.slot_positions(cache, row, lengths) < 0
+    unused = unused.reshape(*cache.table.shape[1:], PAGE, 1)
+    pages = cache.table[row]
+    pools = jax.tree.map(
+      lambda pool, pages=pages, unused=unused: pool.at[pages].set(
+        jnp.where(unused, value, pool[pages])
+      ),
+      pools,
+    )
+  state = cache.policy_state
+  if runner.policy.name == "quest":
+    state = tuple(segments(bounds, 3, PAGE) for bounds in state)
+  else:
+    assert not jax.tree.leaves(state), "say here what of this policy's state is unused"
+  return cache.replace(contiguous=contiguous, pools=pools, policy_state=state)
+
+
+@every_entry
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+def test_poison_in_unused_slots_changes_nothing(entry, value, monkeypatch):
+  runner, empty_cache = matrix.runner_of(entry, SHAPE), steps.empty_cache
+
+  def poisoned(runner):
+    cache = empty_cache(runner)
+    return jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, cache)
+
+  monkeypatch.setattr(steps, "empty_cache", poisoned)
+  between = jax.jit(lambda cache: poison_unused(runner, cache, value))
+  params = matrix.tiny_model(SHAPE)[1]
+  for hook in (None, between):
+    run = matrix.teacher_forced(runner, params, ROWS, LENGTHS, hook)
+    np.testing.assert_allclose(run.logits, base_run(entry, SHAPE).logits, **TOLERANCE)
+  leaves = jax.tree.leaves(between(run.cache))
+  assert any(not np.isfinite(leaf).all() for leaf in leaves if leaf.dtype == jnp.float32)
+
+
+# Law 6: conservation, and the bit that says what did not fit.
+
+
+@every_entry
+def test_every_page_has_one_owner(entry):
+  cache = base_run(entry, SHAPE).cache
+  np.testing.assert_array_equal(cache.lengths, np.array(LENGTHS) + NUM_STEPS)
+  assert not np.asarray(cache.overflow).any()
+  if cache.table is not None:
+    owned = np.sort(np.asarray(cache.table).ravel())
+    np.testing.assert_array_equal(owned, np.arange(cache.pools.num_pages))
+
+
+@every_entry
+@pytest.mark.parametrize("budget", [None, FULL], ids=["budget", "full"])
+def test_past_the_capacity_one_row_is_marked_and_the_others_go_on(entry, budget):
+  lengths, capacity, num_steps = (60, 10, 44), 64, 12
+  rows = matrix.tokens_of([length + num_steps for length in lengths], seed=5)
+  params = matrix.tiny_model(SHAPE)[1]
+  if budget is None and (matrix.runner_of(entry, SHAPE).policy.budget_tokens or 0) > capacity:
+    pytest.skip("the setting's budget is over this capacity: the other case")
+  runner = matrix.runner_of(entry, SHAPE, batch=3, capacity=capacity, budget=budget)
+  roomy = matrix.runner_of(entry, SHAPE, batch=3, capacity=128, budget=budget)
+  run = matrix.teacher_forced(runner, params, rows, lengths)
+  expected = matrix.teacher_forced(roomy, params, rows, lengths)
+  makes_room = runner.store.drops and budget is None
+  marked = [0] if makes_room else [1]
+  assert np.asarray(run.cache.overflow).tolist() == [*marked, 0, 0]
+  others = [0, 1, 2] if makes_room else [1, 2]
+  np.testing.assert_allclose(run.logits[:, others], expected.logits[:, others], **TOLERANCE)
+  fits = capacity - lengths[0] + 1
+  np.testing.assert_allclose(run.logits[:fits], expected.logits[:fits], **TOLERANCE)
+  if not makes_room:
+    with pytest.raises(RuntimeError, match=r"rows \[0\] outgrew the cache"):
+      check_overflow(run.cache)
+
+
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.setting == "harsh"], ids=str)
+def test_generate_raises_where_a_row_outgrew_its_cache(entry, monkeypatch):
+  runner = matrix.runner_of(entry, SHAPE, batch=1, capacity=64, budget=FULL)
+  params = matrix.tiny_model(SHAPE)[1]
+  with pytest.raises(ValueError, match="the cache holds 64 a row"):
+    generate(runner, params, [[1] * 60], max_new_tokens=8)
+  monkeypatch.setattr("kvjax.engine.generate.check_request", lambda *args: None)
+  with pytest.raises(RuntimeError, match=r"rows \[0\] outgrew"):
+    generate(runner, params, [[1] * 60], max_new_tokens=8)
+  with pytest.raises(RuntimeError, match=r"rows \[0\] outgrew"):
+    generate(runner, params, [[1] * 70], max_new_tokens=1)
