@@ -56,7 +56,10 @@ def _by_segments(q, keys, values, lengths):
       parts = run_if(longest > offset, extend, parts, q, lengths)
     offset += v.shape[2]
   out = normalise(parts, _nonempty(lengths))
-  careful = lambda q, lengths: _by_blocks(q, keys, values, lengths)
+
+  def careful(q, lengths):
+    return _by_blocks(q, keys, values, lengths)
+
   return unless_finite(out, careful, q, lengths)
 
 

@@ -16,14 +16,12 @@ class PastBlocks(NamedTuple):
 
   Attributes:
     count: i32[], blocks to read; dynamic, so that only what is there is read.
-    read: `read(i) -> keys, values f[B, K, T, D]`; every slot of every block read must be visible to
-      every valid query.
-    slots_last: keys come as f[B, K, D, T]; otherwise as f[B, K, T, D].
+    read: `read(i) -> keys f[B, K, D, T], values f[B, K, T, D]`; every slot of every block read must
+      be visible to every valid query.
   """
 
   count: jax.Array
   read: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-  slots_last: bool
 
 
 def prefill_attention(
@@ -56,8 +54,7 @@ def prefill_attention(
 
     def body(i, parts, blocks=blocks):
       kb, vb = blocks.read(i)
-      product = "bkrd,bkdt->bkrt" if blocks.slots_last else "bkrd,bktd->bkrt"
-      scores = jnp.einsum(product, rows, kb, preferred_element_type=jnp.float32)
+      scores = jnp.einsum("bkrd,bkdt->bkrt", rows, kb, preferred_element_type=jnp.float32)
       return merge_parts(parts, parts_of(scores, vb))
 
     parts = jax.lax.fori_loop(0, blocks.count, body, parts)

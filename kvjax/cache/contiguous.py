@@ -70,6 +70,6 @@ def past_blocks(layer: Contiguous, start: jax.Array, block: int) -> list[PastBlo
       )
 
     count = jnp.clip(start - offset, 0, size) // block
-    sources.append(PastBlocks(count, read, slots_last=True))
+    sources.append(PastBlocks(count, read))
     offset += size
   return sources

@@ -56,10 +56,13 @@ def allocate(
   rows = len(plan.select_layers)
   b, k, p = cache.batch_size, model.num_kv_heads, cache.pages_per_row
   num_pages = rows * b * k * p
-  pool = (num_pages, cache.page_size, model.head_dim)
+  c, d = cache.page_size, model.head_dim
+  pools = Pools(
+    jnp.zeros((num_pages, d, c), cache.dtype), jnp.zeros((num_pages, c, d), cache.dtype)
+  )
   return KVCache(
     contiguous=tuple(zeros(model, cache) if role == DENSE else None for role in plan.roles),
-    pools=Pools(jnp.zeros(pool, cache.dtype), jnp.zeros(pool, cache.dtype)) if rows else None,
+    pools=pools if rows else None,
     table=jnp.arange(num_pages, dtype=jnp.int32).reshape(rows, b, k, p) if rows else None,
     lengths=jnp.zeros(b, jnp.int32),
     overflow=jnp.zeros(b, jnp.uint32),

@@ -18,7 +18,7 @@ class Pools(NamedTuple):
   """All pages of all layers that select.
 
   Attributes:
-    keys: f[N, C, D], one KV head's keys of C tokens a page.
+    keys: f[N, D, C], one KV head's keys of C tokens a page; slots last as in `Contiguous`.
     values: f[N, C, D].
   """
 
@@ -28,7 +28,12 @@ class Pools(NamedTuple):
   @property
   def num_pages(self) -> int:
     """N; as a page id it means: no page."""
-    return self.keys.shape[0]
+    return self.values.shape[0]
+
+  @property
+  def page_size(self) -> int:
+    """C."""
+    return self.values.shape[1]
 
 
 def append_token(
@@ -46,13 +51,14 @@ def append_token(
   Returns:
     Pools; a token without a page is not written.
   """
-  page_size = pools.keys.shape[1]
+  page_size = pools.page_size
   places = (slots // page_size)[..., None]
   pages = jnp.take_along_axis(table, places, axis=-1, mode="fill", fill_value=pools.num_pages)
-  at = (pages[..., 0], slots % page_size)
+  page, slot = pages[..., 0], slots % page_size
+  keys, values = k.astype(pools.keys.dtype), v.astype(pools.values.dtype)
   return Pools(
-    pools.keys.at[at].set(k.astype(pools.keys.dtype), mode="drop", unique_indices=True),
-    pools.values.at[at].set(v.astype(pools.values.dtype), mode="drop", unique_indices=True),
+    pools.keys.at[page, :, slot].set(keys, mode="drop", unique_indices=True),
+    pools.values.at[page, slot].set(values, mode="drop", unique_indices=True),
   )
 
 
@@ -73,29 +79,30 @@ def append_chunk(
     valid: bool[B, S].
   """
   b, s, heads, d = k.shape
-  c = pools.keys.shape[1]
+  c = pools.page_size
   places = start // c + jnp.arange(s // c)
   pages = jnp.take(table, places, axis=-1, mode="fill", fill_value=pools.num_pages)
   holds = valid.reshape(b, 1, s // c, c).any(axis=-1)
   pages = jnp.where(holds, pages, pools.num_pages)  # i32[B, K, S/C]
 
-  def write(pool, x):
+  def write(pool, x, slots_last):
     x = x.swapaxes(1, 2).reshape(b, heads, s // c, c, d).astype(pool.dtype)
+    x = x.swapaxes(3, 4) if slots_last else x
     return pool.at[pages].set(x, mode="drop", unique_indices=True)
 
-  return Pools(write(pools.keys, k), write(pools.values, v))
+  return Pools(write(pools.keys, k, True), write(pools.values, v, False))
 
 
 def past_blocks(pools: Pools, table: jax.Array, start: jax.Array, block: int) -> PastBlocks:
   """Everything before start i32[], a multiple of block, which is a multiple of C."""
   b, k, _ = table.shape
-  c, d = pools.keys.shape[1:]
+  c, d = pools.values.shape[1:]
 
   def read(i):
     places = i * (block // c) + jnp.arange(block // c)
     pages = jnp.take(table, places, axis=-1, mode="clip")  # i32[B, K, block/C]
-    keys = pools.keys.at[pages].get(mode="clip").reshape(b, k, block, d)
+    keys = pools.keys.at[pages].get(mode="clip")  # f[B, K, block/C, D, C]
     values = pools.values.at[pages].get(mode="clip").reshape(b, k, block, d)
-    return keys, values
+    return keys.swapaxes(2, 3).reshape(b, k, d, block), values
 
-  return PastBlocks(start // block, read, slots_last=False)
+  return PastBlocks(start // block, read)

@@ -154,12 +154,19 @@ def _by_position_rule(policy: Policy, rotate: Rotate, call: Call, q, k):
     return rotate(q, call.positions), rotate(k, call.positions), None
   q = rotate(q, rule(call.positions, call.lengths[:, None]))
 
-  def turn(keys, positions):  # f[B, K, T, D], i32[B, K, M, C]
-    b, heads, slots, d = keys.shape
-    inside = rule(positions, call.lengths[:, None, None, None]).reshape(b * heads, slots)
-    return rotate(keys.reshape(b * heads, slots, 1, d), inside).reshape(keys.shape)
+  def turn(keys, positions):  # f[B, K, M, D, C], i32[B, K, M, C]
+    inside = rule(positions, call.lengths[:, None, None, None])
+    return _turn(rotate, keys, inside)
 
   return q, k, turn
+
+
+def _turn(rotate: Rotate, keys, positions):
+  """f[..., D, C] keys turned by positions i32[..., C]."""
+  *lead, d, c = keys.shape
+  keys = keys.swapaxes(-1, -2).reshape(-1, c, 1, d)
+  positions = jnp.broadcast_to(positions, (*lead, c)).reshape(-1, c)
+  return rotate(keys, positions).reshape(*lead, c, d).swapaxes(-1, -2)
 
 
 def _turn_past(past, rotate: Rotate, block: int):
@@ -168,9 +175,8 @@ def _turn_past(past, rotate: Rotate, block: int):
 
   def read(i):
     keys, values = past.read(i)
-    b, heads, _, d = keys.shape
-    positions = jnp.broadcast_to(i * block + jnp.arange(block), (b * heads, block))
-    return rotate(keys.reshape(b * heads, block, 1, d), positions).reshape(keys.shape), values
+    positions = jnp.broadcast_to(i * block + jnp.arange(block), (keys.shape[0], 1, block))
+    return _turn(rotate, keys, positions), values
 
   return past._replace(read=read)
 

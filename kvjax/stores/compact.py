@@ -56,7 +56,7 @@ def recall(
   """Page ids out of the table, and the mask cut to the slots that hold a token."""
   del lengths
   b, k, _ = ticket.pages.shape
-  page_size = cache.pools.keys.shape[1]
+  page_size = cache.pools.page_size
   remembered = cache.store_state[row].reshape(b, k, -1, page_size)
   positions = jnp.take_along_axis(remembered, ticket.pages[..., None], axis=2, mode="clip")
   pages = resident.page_ids(cache.table[row], ticket.pages)
@@ -100,7 +100,7 @@ def _after_prefill(cache: KVCache, row: int) -> Inputs:
 
 
 def _first_slots(cache: KVCache, kept: Recalled, cache_config: CacheConfig):
-  """Pages f[B*K*P, C, D] of keys and values and positions i32[B, K, P*C] of the kept slots."""
+  """Pages f[B*K*P, D, C] of keys, f[B*K*P, C, D] of values, and positions i32[B, K, P*C]."""
   b, k, _ = kept.pages.shape
   capacity = cache_config.pages_per_row * cache_config.page_size
   mask = kept.mask.reshape(b, k, -1)
@@ -113,12 +113,13 @@ def _first_slots(cache: KVCache, kept: Recalled, cache_config: CacheConfig):
       x, [(0, missing) if i == 2 else (0, 0) for i in range(x.ndim)], constant_values=fill
     )
 
-  def pages(pool):
-    picked = pick(pool.at[kept.pages].get(mode="clip"), 0)
-    return picked.reshape(-1, *pool.shape[1:])
+  def pages(gathered):  # f[B, K, M, C, D]
+    return pick(gathered, 0).reshape(-1, *gathered.shape[3:])
 
+  keys = cache.pools.keys.at[kept.pages].get(mode="clip").swapaxes(3, 4)
+  values = cache.pools.values.at[kept.pages].get(mode="clip")
   positions = jnp.where(kept.mask, kept.positions, -1)
-  return pages(cache.pools.keys), pages(cache.pools.values), pick(positions, -1)
+  return pages(keys).swapaxes(1, 2), pages(values), pick(positions, -1)
 
 
 def _like(order: jax.Array, x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ def slot_positions(cache: KVCache, row: int, lengths: jax.Array) -> jax.Array:
   """A slot is the position of its token: i32[B, K, T]."""
   del row
   b, k, p = cache.table.shape[1:]
-  slots = jnp.arange(p * cache.pools.keys.shape[1])
+  slots = jnp.arange(p * cache.pools.page_size)
   positions = jnp.where(slots[None] < lengths[:, None], slots[None], -1)
   return jnp.broadcast_to(positions[:, None], (b, k, slots.shape[0]))
 
@@ -42,7 +42,7 @@ def recall(
   cache: KVCache, row: int, ticket: Selection, lengths: jax.Array
 ) -> tuple[Recalled, KVCache]:
   """Page ids out of the table, and the mask cut to the slots that hold a token."""
-  page_size = cache.pools.keys.shape[1]
+  page_size = cache.pools.page_size
   slots = ticket.pages[..., None] * page_size + jnp.arange(page_size)[None, None, None]
   mask = ticket.mask & (slots < lengths[:, None, None, None])
   return Recalled(page_ids(cache.table[row], ticket.pages), mask, slots), cache

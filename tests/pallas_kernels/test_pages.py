@@ -53,8 +53,9 @@ def test_scores(d, group, dtype):
   expected = page_scores_reference(q, whole.swapaxes(2, 3))
   segments = tuple(jnp.split(whole, [4, 8], axis=-1))
   tolerance = {"rtol": RELATIVE[dtype], "atol": RELATIVE[dtype] * np.abs(expected).max()}
+  score = jax.jit(page_scores)
   for num_pages, read in ((1, 4), (4, 4), (5, 8), (8, 8), (9, 14), (14, 14)):
-    found = page_scores(q, segments, jnp.int32(num_pages))
+    found = score(q, segments, jnp.int32(num_pages))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found[..., :read], expected[..., :read], **tolerance)
     assert np.isneginf(found[..., read:]).all()
@@ -109,7 +110,6 @@ def test_run_if_keeps_what_it_computes_inside():
 
 
 def test_unless_finite():
-  careful = lambda x: jnp.zeros_like(x)
   for value, expected in ((1.0, 1.0), (jnp.nan, 0.0), (jnp.inf, 0.0), (-jnp.inf, 0.0)):
-    out = unless_finite(jnp.array([1.0, value]), careful, jnp.ones(2))
+    out = unless_finite(jnp.array([1.0, value]), jnp.zeros_like, jnp.ones(2))
     assert out[0] == (1.0 if value == 1.0 else 0.0) and out[1] == expected
