@@ -176,7 +176,9 @@ def main(args: flags.FlagValues) -> None:
   for tokens, batch_size in itertools.product(prompt_tokens, batch_sizes):
     prompts = make_prompts(loaded, text, tokens, batch_size)
     capacity = args.capacity_tokens or tokens + args.output_tokens
-    cache = CacheConfig(batch_size, capacity, args.page_size)
+    cache = CacheConfig(
+      batch_size, capacity, args.page_size, base_tokens=tokens + args.output_tokens
+    )
     runners = [prepare(loaded.model, policy, store, cache) for policy, store in policies]
     for runner in runners:
       check_request(runner, prompts, args.output_tokens)

@@ -296,7 +296,7 @@ def main(args: Any) -> None:
     raise ValueError(f"--model={args.model} is not a GGUF file, which the peers need; give one")
   capacity = args.prompt_tokens + args.output_tokens
   [prompt] = run_throughput.make_prompts(loaded, text, args.prompt_tokens, 1)
-  config = CacheConfig(1, capacity, args.page_size)
+  config = CacheConfig(1, capacity, args.page_size, base_tokens=capacity)
   runners = [prepare(loaded.model, policy, store, config) for policy, store in policies]
   check_request(runners[0], [prompt], args.output_tokens)
   data = {args.text_file or "king james": hashlib.sha256(text.encode()).hexdigest()}

@@ -46,9 +46,8 @@ def main(args: flags.FlagValues) -> None:
   text = read_prompt(args.prompt, args.prompt_file)
   loaded = load(args.model)
   ids = encode(loaded, text, args.chat)
-  cache = CacheConfig(
-    batch_size=1, capacity_tokens=len(ids) + args.max_new_tokens, page_size=args.page_size
-  )
+  capacity = len(ids) + args.max_new_tokens
+  cache = CacheConfig(1, capacity, args.page_size, base_tokens=capacity)
   runner = prepare(loaded.model, policy, args.store or policy.stores[0], cache)
   check_request(runner, [ids], args.max_new_tokens)
   print(_plan(loaded, runner, len(ids), args.max_new_tokens), flush=True)

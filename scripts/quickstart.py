@@ -127,7 +127,7 @@ def _check_model(loaded: Loaded, tokens: int) -> None:
 
 
 def _case(loaded: Loaded, policy: Policy, capacity: int) -> Case:
-  cache = CacheConfig(batch_size=1, capacity_tokens=capacity, page_size=_PAGE_SIZE)
+  cache = CacheConfig(1, capacity, _PAGE_SIZE, base_tokens=capacity)
   store = policy.stores[0]
   runner = prepare(loaded.model, policy, store, cache, chunk_tokens=_CHUNK_TOKENS)
   return Case(policy.name, store, policy.budget_tokens, runner)
