@@ -10,36 +10,51 @@ other work on the machine falls on all of them alike. Whether all choose the sam
 llama.cpp runs with its binding's defaults, which favour its decoding: a KV cache in f16, half the
 bytes of the others', and no flash attention (measured on 2 cores at 7,680 tokens: 50 ms a step and
 43 s of prefill without it, 122 ms and 30 s with it).
-
-A peer is this same file, run by the other interpreter as `--worker=NAME`: that half needs nothing
-but the standard library and the peer itself, which is why everything of ours is imported inside
-functions. It answers JSON lines on its standard output: `{"prefill": ids}` starts a prompt,
-`{"steps": n}` decodes n tokens greedily.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
+from absl import flags
+from tqdm import tqdm
+
+from eval import cli, texts
+from eval.results import (
+  append_row,
+  check_new_run,
+  human_bytes,
+  make_manifest,
+  make_row,
+  percentiles,
+  start_run,
+  table,
+)
+from eval.run_throughput import (
+  ROUND_STEPS,
+  advance,
+  compile_runner,
+  make_prompts,
+  pick_policies,
+  start_lane,
+)
+from kvjax import CacheConfig, Runner, prepare
+from kvjax.engine.generate import check_request
+from kvjax.types import Params
+from models import gguf_reader, load
+from models.fetch import cache_dir
+from scripts.peer_worker import Peer, start_peer
+
 PEERS = {"transformers": "transformers f32", "llama_cpp": "llama.cpp f32"}
-_PEER_ENVIRONMENT = {
-  "HF_HUB_OFFLINE": "1",
-  "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-  "TRANSFORMERS_VERBOSITY": "error",
-  "PYTHONWARNINGS": "ignore",
-}
 _PAUSE_S = 0.3  # lets the threads of whoever ran before go to sleep
 _COLUMNS = (
   "policy",
@@ -51,106 +66,6 @@ _COLUMNS = (
   "speedup_vs_dense",
   "tokens_as_dense",
 )
-
-# The peers' half.
-
-
-class Stepper(NamedTuple):
-  """One peer: `prefill(ids)` and `step(token)` both return the next token, greedily."""
-
-  version: str
-  prefill: Callable[[list[int]], int]
-  step: Callable[[int], int]
-
-
-def open_transformers(path: Path, capacity_tokens: int, threads: int) -> Stepper:
-  """Llama of transformers on torch, f32, scaled-dot-product attention, its default cache."""
-  del capacity_tokens
-  torch = importlib.import_module("torch")
-  transformers = importlib.import_module("transformers")
-  torch.set_num_threads(threads)
-  torch.set_grad_enabled(False)
-  model = transformers.AutoModelForCausalLM.from_pretrained(
-    path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
-  ).eval()
-  state: dict[str, Any] = {}
-
-  def run(ids: list[int]) -> int:
-    out = model(
-      torch.tensor([ids]), past_key_values=state.get("cache"), use_cache=True, logits_to_keep=1
-    )
-    state["cache"] = out.past_key_values
-    return int(out.logits[0, -1].argmax())
-
-  def prefill(ids: list[int]) -> int:
-    state.clear()
-    return run(ids)
-
-  version = f"transformers {transformers.__version__}, torch {torch.__version__}"
-  return Stepper(version, prefill, lambda token: run([token]))
-
-
-def open_llama_cpp(path: Path, capacity_tokens: int, threads: int) -> Stepper:
-  """llama.cpp with f32 weights and otherwise its defaults."""
-  llama_cpp = importlib.import_module("llama_cpp")
-  np = importlib.import_module("numpy")
-  model = llama_cpp.Llama(
-    str(path),
-    n_ctx=capacity_tokens,
-    n_threads=threads,
-    n_threads_batch=threads,
-    n_gpu_layers=0,
-    verbose=False,
-  )
-  vocab = model.n_vocab()
-
-  def run(ids: list[int]) -> int:
-    model.eval(ids)
-    logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
-    return int(np.ctypeslib.as_array(logits, shape=(vocab,)).argmax())
-
-  def prefill(ids: list[int]) -> int:
-    model.reset()
-    return run(ids)
-
-  version = f"llama-cpp-python {llama_cpp.__version__}"
-  return Stepper(version, prefill, lambda token: run([token]))
-
-
-def worker(name: str, weights: Path, capacity_tokens: int, threads: int) -> None:
-  """Answers requests until its standard input ends."""
-  del sys.path[0]  # this folder; its modules must not hide the peer's
-  replies = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # whatever the peer prints must not mix with the replies
-
-  def reply(**message: Any) -> None:
-    print(json.dumps(message), file=replies, flush=True)
-
-  opener = {"transformers": open_transformers, "llama_cpp": open_llama_cpp}[name]
-  try:
-    stepper = opener(weights, capacity_tokens, threads)
-  except Exception as error:
-    reply(error=f"{type(error).__name__}: {error}")
-    return
-  reply(version=stepper.version)
-  token = 0
-  for line in sys.stdin:
-    request = json.loads(line)
-    if "prefill" in request:
-      start = time.perf_counter()
-      token = stepper.prefill(request["prefill"])
-      reply(prefill_s=time.perf_counter() - start, tokens=[token])
-      continue
-    step_s, tokens = [], []
-    for _ in range(request["steps"]):
-      start = time.perf_counter()
-      token = stepper.step(token)
-      step_s.append(time.perf_counter() - start)
-      tokens.append(token)
-    reply(step_s=step_s, tokens=tokens)
-
-
-# Our half.
 
 
 def f32_weights(source: Path, target: Path) -> Path:
@@ -171,10 +86,6 @@ def f32_weights(source: Path, target: Path) -> Path:
 
 
 def _write_gguf(source: Path, target: Path) -> None:
-  import gguf
-
-  from models import gguf_reader
-
   reader = gguf_reader.open_gguf(source)
   writer = gguf.GGUFWriter(target, "llama")
   for name, field in reader.fields.items():
@@ -193,63 +104,6 @@ def _write_gguf(source: Path, target: Path) -> None:
   writer.close()
 
 
-class Peer(NamedTuple):
-  """A running peer: its version, and `ask(**request)` for one reply."""
-
-  version: str
-  ask: Callable[..., dict[str, Any]]
-
-
-@contextlib.contextmanager
-def start_peer(
-  name: str, python: str, weights: Path, capacity_tokens: int, threads: int
-) -> Generator[Peer]:
-  """Runs one peer until the context ends.
-
-  Raises:
-    ValueError: the interpreter, or the package in it, is missing, or the peer failed.
-  """
-  command = [python, __file__, f"--worker={name}", str(weights), str(capacity_tokens), str(threads)]
-  environment = os.environ | _PEER_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
-  try:
-    process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-  except OSError as error:
-    raise ValueError(
-      f"--peer_python={python} cannot be run ({error.strerror}); expected the path of a Python "
-      "that has torch, transformers and llama-cpp-python"
-    ) from error
-  assert process.stdin is not None and process.stdout is not None
-  requests, replies = process.stdin, process.stdout
-
-  def read() -> dict[str, Any]:
-    line = replies.readline()
-    message = json.loads(line) if line else {"error": "it ended without a word"}
-    if "error" in message:
-      raise ValueError(
-        f"peer {name} does not work in {python}: {message['error']}; install it there, or leave it "
-        "out of --peers"
-      )
-    return message
-
-  def ask(**request: Any) -> dict[str, Any]:
-    print(json.dumps(request), file=requests, flush=True)
-    return read()
-
-  try:
-    yield Peer(read()["version"], ask)
-  finally:
-    with contextlib.suppress(BrokenPipeError):
-      requests.close()
-    try:
-      process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-      process.kill()
-      process.wait()
-    replies.close()
-
-
 class Measured(NamedTuple):
   """One contestant's samples: seconds, and the tokens that it chose."""
 
@@ -262,10 +116,6 @@ class Measured(NamedTuple):
 
 def define_flags() -> None:
   """The flags of this command."""
-  from absl import flags
-
-  from eval import cli
-
   cli.define_model_flag()
   flags.DEFINE_string("peer_python", None, "A Python with torch, transformers, llama-cpp-python.")
   flags.DEFINE_list("peers", list(PEERS), "Peers to compare with.")
@@ -277,37 +127,29 @@ def define_flags() -> None:
   cli.define_out_dir("peers")
 
 
-def main(args: Any) -> None:
+def main(args: flags.FlagValues) -> None:
   """Checks everything, opens the peers, measures, writes."""
-  from eval import cli, results, run_throughput, texts
-  from kvjax import CacheConfig, prepare
-  from kvjax.engine.generate import check_request
-  from models import load
-  from models.fetch import cache_dir
-
   out_dir = Path(args.out_dir)
-  results.check_new_run(out_dir)
+  check_new_run(out_dir)
   _check_peers(args.peer_python, args.peers)
   names = ["dense", "quest"]
-  policies = run_throughput.pick_policies(names, [], [args.budget_tokens], args.page_size)
+  policies = pick_policies(names, [], [args.budget_tokens], args.page_size)
   text = texts.read_text(Path(args.text_file)) if args.text_file else texts.king_james()
   loaded = load(args.model)
   if loaded.path is None or loaded.path.suffix != ".gguf":
     raise ValueError(f"--model={args.model} is not a GGUF file, which the peers need; give one")
   capacity = args.prompt_tokens + args.output_tokens
-  [prompt] = run_throughput.make_prompts(loaded, text, args.prompt_tokens, 1)
+  [prompt] = make_prompts(loaded, text, args.prompt_tokens, 1)
   config = CacheConfig(1, capacity, args.page_size, base_tokens=capacity)
   runners = [prepare(loaded.model, policy, store, config) for policy, store in policies]
   check_request(runners[0], [prompt], args.output_tokens)
   data = {args.text_file or "king james": hashlib.sha256(text.encode()).hexdigest()}
-  manifest = results.make_manifest(cli.flag_values(), loaded, data)
+  manifest = make_manifest(cli.flag_values(), loaded, data)
   threads = manifest["cores"] or os.cpu_count() or 1
   print(
     f"model {loaded.name}, {args.prompt_tokens} tokens of prompt, {args.output_tokens} decode "
     f"steps, batch 1, {threads} threads, f32\nKV on device: "
-    + ", ".join(
-      f"{one.policy.name} {results.human_bytes(one.decode_bytes.total)}" for one in runners
-    ),
+    + ", ".join(f"{one.policy.name} {human_bytes(one.decode_bytes.total)}" for one in runners),
     flush=True,
   )
   weights = f32_weights(loaded.path, cache_dir() / f"f32-{loaded.content_hash[:12]}.gguf")
@@ -325,14 +167,18 @@ def main(args: Any) -> None:
     device=manifest["device"],
   )
   manifest["peers"] = {name: peer.version for name, peer in peers.items()}
-  results.start_run(out_dir, manifest)
+  start_run(out_dir, manifest)
   for row in rows:
-    results.append_row(out_dir, row)
-  print(f"\n{results.table(rows, _COLUMNS)}\n{_ratios(measured)}\n\nwritten to {out_dir}")
+    append_row(out_dir, row)
+  print(f"\n{table(rows, _COLUMNS)}\n{_ratios(measured)}\n\nwritten to {out_dir}")
 
 
 def measure(
-  peers: Mapping[str, Peer], runners: Sequence[Any], params: Any, prompt: list[int], steps: int
+  peers: Mapping[str, Peer],
+  runners: Sequence[Runner],
+  params: Params,
+  prompt: list[int],
+  steps: int,
 ) -> list[Measured]:
   """Warms all up, lets each read the prompt, then decodes in alternating rounds.
 
@@ -343,10 +189,6 @@ def measure(
     prompt: token ids.
     steps: decode steps to time.
   """
-  from tqdm import tqdm
-
-  from eval.run_throughput import ROUND_STEPS, advance, compile_runner, start_lane
-
   for peer in peers.values():
     peer.ask(prefill=prompt[:64])
     peer.ask(steps=2)
@@ -395,8 +237,6 @@ def same_tokens(tokens: Sequence[int], reference: Sequence[int]) -> str:
 
 
 def _rows(measured: Sequence[Measured], prompt_tokens: int, **common: Any) -> list[dict[str, Any]]:
-  from eval.results import make_row, percentiles
-
   dense = measured[0]
   return [
     make_row(
@@ -444,11 +284,4 @@ def _check_peers(python: str | None, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  if len(sys.argv) == 5 and sys.argv[1].startswith("--worker="):
-    worker(
-      sys.argv[1].removeprefix("--worker="), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    )
-  else:
-    from eval import cli
-
-    cli.run(main, define_flags)
+  cli.run(main, define_flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 from eval import floor, run_throughput
 from kvjax import CacheConfig, generate, prepare
 from models import load
-from scripts import bench_peers
+from scripts import bench_peers, peer_worker
 from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,9 +169,18 @@ def test_peers_need_an_interpreter_that_has_them(tmp_path):
   python.chmod(0o755)
   with (
     pytest.raises(ValueError, match=r"peer llama_cpp does not work in .*No module named"),
-    bench_peers.start_peer("llama_cpp", str(python), tmp_path / "absent.gguf", 64, 1),
+    peer_worker.start_peer("llama_cpp", str(python), tmp_path / "absent.gguf", 64, 1),
   ):
     pass
+
+
+def test_the_worker_needs_nothing_of_ours_and_runs_on_python_3_11():
+  tree = ast.parse(Path(peer_worker.__file__).read_text(encoding="utf-8"), feature_version=(3, 11))
+  imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+  imports |= {
+    name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+  }
+  assert {name.partition(".")[0] for name in imports} <= sys.stdlib_module_names
 
 
 def test_peers_get_the_same_weights_in_f32(tmp_path):
