@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import app, flags
 
 from kvjax.config import PAGE_SIZES
@@ -31,9 +33,9 @@ flags.disclaim_key_flags()
 def run(main: Callable[[flags.FlagValues], None], define_flags: Callable[[], None]) -> None:
   """Runs a command and exits.
 
-  Bad flags, a `ValueError` that our own code raised, and errors of the operating system (no such
-  file, disk full) end with one line on stderr and exit code 2; an interrupt ends with one line
-  and 130. Any other exception is a defect and keeps its traceback.
+  Bad flags, a `ValueError` that our own code raised, errors of the operating system (no such file,
+  disk full) and lack of memory end with one line on stderr and exit code 2; an interrupt ends with
+  one line and 130. Any other exception is a defect and keeps its traceback.
 
   Args:
     main: the command, given the parsed flags.
@@ -73,6 +75,9 @@ def define_policies_flags(policies: Sequence[str], budget_tokens: Sequence[int])
 def define_page_size_flag() -> None:
   """--page_size."""
   flags.DEFINE_integer("page_size", 16, f"Tokens of a page, one of {PAGE_SIZES}.")
+  flags.register_validator(
+    "page_size", lambda value: value in PAGE_SIZES, f"expected one of {PAGE_SIZES}"
+  )
 
 
 def define_out_dir(name: str) -> None:
@@ -81,6 +86,7 @@ def define_out_dir(name: str) -> None:
   names = itertools.chain([f"{name}-{now}"], (f"{name}-{now}-{n}" for n in itertools.count(2)))
   default = next(path for path in map(Path("runs").joinpath, names) if not path.exists())
   flags.DEFINE_string("out_dir", str(default), "New folder for rows, manifest and plots.")
+  flags.register_validator("out_dir", bool, "expected the path of a new folder")
 
 
 def flag_values() -> dict[str, Any]:
@@ -117,12 +123,23 @@ def _guarded(main: Callable[[flags.FlagValues], None], arguments: list[str]) -> 
     return BAD_INPUT
   try:
     main(flags.FLAGS)
+    _flush()  # here, where a reader that has gone is noticed in time
   except KeyboardInterrupt:
     _complain("interrupted", label="stopped")
     return INTERRUPTED
+  except BrokenPipeError:
+    # Whoever read the output has gone; Python must not try to write the rest of it when it exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _complain("the reader of standard output closed it", label="stopped")
+    return BAD_INPUT
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""
     _complain(f"{where}{error.strerror or error}")
+    return BAD_INPUT
+  except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+      raise
+    _complain(f"not enough memory ({error}); ask for fewer tokens or a smaller batch")
     return BAD_INPUT
   except ValueError as error:
     if not _is_ours(error):
@@ -143,5 +160,10 @@ def _is_ours(error: ValueError) -> bool:
 
 def _complain(message: str, label: str = "error") -> None:
   with contextlib.suppress(OSError):  # the output itself may be what failed
-    sys.stdout.flush()
+    _flush()
   print(f"{label}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+  if sys.stdout is not None:  # as it is when it was closed from the start
+    sys.stdout.flush()

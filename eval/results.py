@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -11,7 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,14 @@ def check_new_run(out_dir: Path) -> None:
   """Says early what `start_run` would say late.
 
   Raises:
-    ValueError: the folder already holds a run, or is not a folder.
+    ValueError: the folder already holds a run, is not a folder, or cannot be made.
   """
   if out_dir.exists() and not out_dir.is_dir():
     raise ValueError(f"{out_dir} is a file; choose another --out_dir")
+  place = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())
+  if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    kind = "cannot be written to" if place.is_dir() else "is not a folder"
+    raise ValueError(f"{out_dir} cannot be made: {place} {kind}; choose another --out_dir")
   for name in (RESULTS, MANIFEST):
     if (out_dir / name).exists():
       raise ValueError(f"{out_dir} already holds {name}; choose another --out_dir")
@@ -131,6 +136,28 @@ def start_run(out_dir: Path, manifest: Mapping[str, Any]) -> None:
   check_new_run(out_dir)
   out_dir.mkdir(parents=True, exist_ok=True)
   write_atomically(out_dir / MANIFEST, json.dumps(manifest, indent=2, default=str) + "\n")
+
+
+@contextlib.contextmanager
+def run_folder(out_dir: Path, manifest: Mapping[str, Any]) -> Generator[None]:
+  """`start_run`, taken back when what follows is cut short before its first row.
+
+  Rows that are already on the disk stay there: each is whole.
+  """
+  parents = (out_dir, *out_dir.parents)
+  made = [path for path in parents if not path.exists()]
+  start_run(out_dir, manifest)
+  try:
+    yield
+  except BaseException:
+    rows = out_dir / RESULTS
+    with contextlib.suppress(OSError):
+      if not rows.exists() or not rows.stat().st_size:
+        rows.unlink(missing_ok=True)
+        (out_dir / MANIFEST).unlink()
+        for path in made:
+          path.rmdir()
+    raise
 
 
 def append_row(out_dir: Path, row: Mapping[str, Any]) -> None:

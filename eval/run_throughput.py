@@ -39,7 +39,7 @@ from eval.results import (
   make_manifest,
   make_row,
   percentiles,
-  start_run,
+  run_folder,
   table,
 )
 from kvjax import CacheConfig, KVCache, Runner, Sampling, generate, make_policy, prepare
@@ -84,7 +84,10 @@ def define_flags() -> None:
   flags.DEFINE_list("batch_sizes", ["1", "4"], "Rows decoded together, separated by commas.")
   flags.DEFINE_integer("output_tokens", 32, "Decode steps to time.", lower_bound=1)
   flags.DEFINE_integer(
-    "capacity_tokens", None, "Tokens that a row can hold; by default what the longest prompt needs."
+    "capacity_tokens",
+    None,
+    "Tokens that a row can hold; by default what the longest prompt needs.",
+    lower_bound=1,
   )
   flags.DEFINE_integer("repeats", 1, "Times that everything is measured.", lower_bound=1)
   flags.DEFINE_string("text_file", None, "UTF-8 text of the prompts; random tokens by default.")
@@ -164,7 +167,7 @@ class Samples(NamedTuple):
 
 def main(args: flags.FlagValues) -> None:
   """Checks everything, says what it will do, measures and writes."""
-  out_dir = Path(args.out_dir)
+  out_dir = Path(args.out_dir).expanduser()
   check_new_run(out_dir)
   prompt_tokens = cli.positive_ints("prompt_tokens", args.prompt_tokens)
   batch_sizes = cli.positive_ints("batch_sizes", args.batch_sizes)
@@ -185,10 +188,10 @@ def main(args: flags.FlagValues) -> None:
     groups.append(Group(prompts, runners))
   _print_plan(loaded, groups, args.output_tokens, args.repeats)
   data = {} if text is None else {str(args.text_file): hashlib.sha256(text.encode()).hexdigest()}
-  start_run(out_dir, make_manifest(cli.flag_values(), loaded, data))
+  manifest = make_manifest(cli.flag_values(), loaded, data)
   rows = []
   total = args.repeats * sum(len(group.runners) for group in groups)
-  with tqdm(total=total, unit="measurement") as bar:
+  with run_folder(out_dir, manifest), tqdm(total=total, unit="measurement") as bar:
     for group in groups:
       for row in measure(loaded, group, args.output_tokens, args.repeats, bar):
         rows.append(row)

@@ -39,8 +39,9 @@ def read_text(path: Path) -> str:
   """The text of a user's file.
 
   Raises:
-    ValueError: there is no such file, it is not UTF-8, or it is empty.
+    ValueError: there is no such file, it is not UTF-8 text, or it is empty.
   """
+  path = path.expanduser()
   if not path.is_file():
     raise ValueError(f"{path} is not a file; give the path of a plain text file")
   try:
@@ -49,6 +50,8 @@ def read_text(path: Path) -> str:
     raise ValueError(
       f"{path} is not UTF-8 text (byte {error.start}); convert it to UTF-8 plain text"
     ) from error
+  if "\0" in text:
+    raise ValueError(f"{path} is a binary file; give a plain text file")
   if not text.strip():
     raise ValueError(f"{path} is empty; give a plain text file")
   return text

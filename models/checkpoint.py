@@ -6,8 +6,9 @@ Every reader (GGUF, safetensors) describes its file as a `Checkpoint` in the nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from models import llama
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+_SIZES = ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "ffn_dim")
+_SIZES += ("vocab_size", "max_tokens")
 LAYER_NAMES = {
   "attn_norm": "input_layernorm",
   "q": "self_attn.q_proj",
@@ -49,6 +52,39 @@ class Checkpoint(NamedTuple):
   shapes: Mapping[str, tuple[int, ...]]
   read: Callable[[str], np.ndarray]
   label: Callable[[str], str] = str
+
+
+def model_config(source: str, head_dim: Any, **fields: Any) -> ModelConfig:
+  """The static shape of a Llama, from the values that a file declares, whatever they are.
+
+  Args:
+    source: the file or folder, for messages.
+    head_dim: None for `embed_dim` over `num_heads`.
+    **fields: the other fields of `ModelConfig`.
+
+  Raises:
+    ValueError: a value of the wrong kind, out of range, or that does not fit the others.
+  """
+
+  def refuse(name: str, value: Any, expected: str) -> NoReturn:
+    raise ValueError(
+      f"{source}: {name} is {value!r}, expected {expected}; correct it or get the file again"
+    )
+
+  for name in _SIZES:
+    if type(fields[name]) is not int or fields[name] < 1:
+      refuse(name, fields[name], "a positive whole number")
+  head_dim = fields["embed_dim"] // fields["num_heads"] if head_dim is None else head_dim
+  if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
+    refuse("head_dim", head_dim, "a positive even number")
+  if fields["num_heads"] % fields["num_kv_heads"]:
+    refuse("num_kv_heads", fields["num_kv_heads"], f"a divisor of {fields['num_heads']} heads")
+  for name in ("rope_theta", "norm_eps"):
+    value = fields[name]
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+      refuse(name, value, "a positive number")
+    fields[name] = float(value)
+  return ModelConfig(family="llama", head_dim=head_dim, **fields)
 
 
 def layer_name(index: int, key: str) -> str:

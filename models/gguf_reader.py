@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from kvjax.config import ModelConfig
-from models.checkpoint import EMBED, HEAD, NORM, Checkpoint, layer_name
+from models.checkpoint import EMBED, HEAD, NORM, Checkpoint, layer_name, model_config
 
 _TOP_NAMES = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
 _LAYER_NAMES = {
@@ -123,23 +123,25 @@ def _config(info: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> 
   absent = [f"llama.{key}" for key in required if key not in model]
   if absent:
     raise ValueError(f"{path}: metadata lacks {', '.join(absent)}; convert the model again")
-  heads, embed = model["attention.head_count"], model["embedding_length"]
-  head_dim = model.get("attention.key_length", embed // heads)
-  _refuse_unsupported(model, tensors, head_dim, path)
-  return ModelConfig(
-    family="llama",
+  if isinstance(model.get("attention.head_count_kv"), list):
+    raise ValueError(f"{path}: KV heads that differ by layer are not supported, expected one")
+  heads = model["attention.head_count"]
+  config = model_config(
+    str(path),
+    head_dim=model.get("attention.key_length"),
     num_layers=model["block_count"],
     num_heads=heads,
     num_kv_heads=model.get("attention.head_count_kv", heads),
-    head_dim=head_dim,
-    embed_dim=embed,
+    embed_dim=model["embedding_length"],
     ffn_dim=model["feed_forward_length"],
     vocab_size=_vocab_size(model, tensors, path),
     max_tokens=model["context_length"],
-    rope_theta=float(model.get("rope.freq_base", 10_000.0)),
-    norm_eps=float(model["attention.layer_norm_rms_epsilon"]),
+    rope_theta=model.get("rope.freq_base", 10_000.0),
+    norm_eps=model["attention.layer_norm_rms_epsilon"],
     tied_embeddings=_TOP_NAMES[HEAD] not in tensors,
   )
+  _refuse_unsupported(model, tensors, config.head_dim, path)
+  return config
 
 
 def _vocab_size(model: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> int:
@@ -171,5 +173,3 @@ def _refuse_unsupported(
     )
   if model.get("expert_count", 0):
     raise ValueError(f"{path}: mixtures of experts are not supported, expected a dense model")
-  if isinstance(model.get("attention.head_count_kv"), list):
-    raise ValueError(f"{path}: KV heads that differ by layer are not supported, expected one")

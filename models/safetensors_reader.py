@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.config import ModelConfig
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, model_config
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +32,8 @@ def weight_files(folder: Path) -> list[Path]:
   weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(f"{index} has no weight_map; download it again")
+  if not all(isinstance(name, str) for name in weight_map.values()):
+    raise ValueError(f"{index}: weight_map holds other things than file names; download it again")
   files = [folder / name for name in sorted(set(weight_map.values()))]
   absent = [file.name for file in files if not file.exists()]
   if absent:
@@ -118,28 +120,30 @@ def _config(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
   if absent:
     raise ValueError(f"{folder / 'config.json'} lacks {', '.join(absent)}; download it again")
   heads = raw["num_attention_heads"]
-  return ModelConfig(
-    family="llama",
+  return model_config(
+    str(folder / "config.json"),
+    head_dim=raw.get("head_dim"),
     num_layers=raw["num_hidden_layers"],
     num_heads=heads,
     num_kv_heads=raw.get("num_key_value_heads") or heads,
-    head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
     embed_dim=raw["hidden_size"],
     ffn_dim=raw["intermediate_size"],
     vocab_size=raw["vocab_size"],
     max_tokens=raw["max_position_embeddings"],
     rope_theta=_rope_theta(raw, folder),
-    norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+    norm_eps=raw.get("rms_norm_eps", 1e-6),
     tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
   )
 
 
-def _rope_theta(raw: Mapping[str, Any], folder: Path) -> float:
+def _rope_theta(raw: Mapping[str, Any], folder: Path) -> Any:
   """The base, after refusing what would run and be wrong if it were ignored.
 
   Newer files hold `rope_parameters`; older ones `rope_scaling` with the base beside it.
   """
   rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+  if not isinstance(rope, dict):
+    raise ValueError(f"{folder / 'config.json'}: rope_scaling is {rope!r}, expected an object")
   kind = rope.get("rope_type") or rope.get("type") or "default"
   if kind != "default":
     raise ValueError(f"{folder}: rope_scaling {kind!r} is not supported yet, expected none")
@@ -149,4 +153,4 @@ def _rope_theta(raw: Mapping[str, Any], folder: Path) -> float:
     found = rope.get(key, raw.get(key, value))
     if found != value:
       raise ValueError(f"{folder}: {key} {found!r} is not supported, expected {value!r}")
-  return float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+  return rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0

@@ -143,6 +143,12 @@ def _byte_level_bpe(info: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer
   tokens, merges = info.get("tokenizer.ggml.tokens"), info.get("tokenizer.ggml.merges")
   if tokens is None or merges is None:
     raise ValueError(f"{path}: metadata lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
+  types = info.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+  if len(types) != len(tokens):
+    raise ValueError(
+      f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; get "
+      "the file again"
+    )
   vocab = {token: index for index, token in enumerate(tokens)}
   pairs = [tuple(merge.split(" ", 1)) for merge in merges]
   try:
@@ -156,7 +162,6 @@ def _byte_level_bpe(info: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer
     ]
   )
   backend.decoder = decoders.ByteLevel()
-  types = info.get("tokenizer.ggml.token_type") or [1] * len(tokens)
   named = list(zip(tokens, types, strict=True))
   for special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
     added = [

@@ -129,7 +129,7 @@ def define_flags() -> None:
 
 def main(args: flags.FlagValues) -> None:
   """Checks everything, opens the peers, measures, writes."""
-  out_dir = Path(args.out_dir)
+  out_dir = Path(args.out_dir).expanduser()
   check_new_run(out_dir)
   _check_peers(args.peer_python, args.peers)
   names = ["dense", "quest"]

@@ -36,7 +36,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to generate.", lower_bound=1)
   flags.DEFINE_float("temperature", 0.0, "0 takes the likeliest token.", lower_bound=0.0)
   flags.DEFINE_float("top_p", 1.0, "Samples from the smallest set of tokens of this probability.")
-  flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+  flags.DEFINE_integer("seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 
 
 def main(args: flags.FlagValues) -> None:
@@ -79,7 +79,9 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     text, source = prompt, "--prompt"
   else:
     source = "standard input" if prompt_file == "-" else str(prompt_file)
-    data = sys.stdin.buffer.read() if prompt_file == "-" else Path(str(prompt_file)).read_bytes()
+    data = (
+      _standard_input() if prompt_file == "-" else Path(prompt_file or "").expanduser().read_bytes()
+    )
     try:
       text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -87,6 +89,12 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
   if not text.strip():
     raise ValueError(f"{source} is empty, expected the text of the prompt")
   return text
+
+
+def _standard_input() -> bytes:
+  if sys.stdin is None:
+    raise ValueError("standard input is closed; pipe the prompt into it, or give --prompt")
+  return sys.stdin.buffer.read()
 
 
 def encode(loaded: Loaded, text: str, chat: bool) -> list[int]:

@@ -1,10 +1,10 @@
-"""Another library in another interpreter: the worker there, and the process from here.
+"""Both ends of the talk with a peer: `start_peer` here, `worker` in the peer's interpreter.
 
-This file is run by its path, in the interpreter that has the other library, as
+`start_peer` runs this file by its path, in the interpreter that has the peer, as
 
     peer_worker.py NAME WEIGHTS CAPACITY_TOKENS THREADS
 
-and so needs nothing but the standard library of Python 3.11 and the peer itself. The worker answers
+so it needs nothing but the standard library of Python 3.11 and the peer itself. The worker answers
 JSON lines on its standard output: `{"prefill": ids}` starts a prompt, `{"steps": n}` decodes n
 tokens greedily.
 """
@@ -145,7 +145,12 @@ def start_peer(
   environment = os.environ | _ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
   try:
     process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+      command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env=environment,
+      start_new_session=True,  # an interrupt is ours to report; the worker ends with its input
     )
   except OSError as error:
     raise ValueError(
@@ -166,7 +171,8 @@ def start_peer(
     return message
 
   def ask(**request: Any) -> dict[str, Any]:
-    print(json.dumps(request), file=requests, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # it ended, which `read` reports
+      print(json.dumps(request), file=requests, flush=True)
     return read()
 
   try:

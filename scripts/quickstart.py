@@ -62,7 +62,7 @@ def define_flags() -> None:
 
 def main(args: flags.FlagValues) -> None:
   """Checks everything, says what will be done, does it."""
-  out_dir = Path(args.out_dir)
+  out_dir = Path(args.out_dir).expanduser()
   results.check_new_run(out_dir)
   policies = choose_policies(args.policies, args.budget_tokens)
   text, text_name, text_hash = _document(args.text_file)
@@ -75,10 +75,9 @@ def main(args: flags.FlagValues) -> None:
   capacity = max(question.tokens for question in questions) + args.max_new_tokens
   cases = [_case(loaded, policy, capacity) for policy in policies]
   print(_plan(loaded, text_name, text_hash, questions, cases, out_dir), flush=True)
-  results.start_run(
-    out_dir, results.make_manifest(cli.flag_values(), loaded, {text_name: text_hash})
-  )
-  rows = _measure_all(loaded, questions, cases, args.max_new_tokens, out_dir)
+  manifest = results.make_manifest(cli.flag_values(), loaded, {text_name: text_hash})
+  with results.run_folder(out_dir, manifest):
+    rows = _measure_all(loaded, questions, cases, args.max_new_tokens, out_dir)
   title = f"{loaded.name}, {text_name}, {args.prompt_tokens:,} tokens, batch 1"
   plots.accuracy_against_speed(rows, f"{title}\n{rows[0]['device']}", out_dir / _PLOT)
   print(_report(rows, questions))

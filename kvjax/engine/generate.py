@@ -107,16 +107,16 @@ def prefill(
   padded = np.zeros((len(prompts), -(-longest // chunk) * chunk), np.int32)
   for row, prompt in enumerate(prompts):
     padded[row, : len(prompt)] = prompt
-  cache, last = steps.empty_cache(runner), None
+  cache = steps.empty_cache(runner)
+  dtype = jax.tree.leaves(params)[0].dtype  # what a model's weights have, its activations have
+  last = jnp.zeros((len(prompts), runner.model.config.embed_dim), dtype)
   for start in range(0, longest, chunk):
     counts = np.clip(lengths - start, 0, chunk).astype(np.int32)
-    x, cache = steps.prefill_chunk(
-      runner, params, cache, padded[:, start : start + chunk], counts, np.int32(start)
+    last, cache = steps.prefill_chunk(
+      runner, params, cache, last, padded[:, start : start + chunk], counts, np.int32(start)
     )
-    last = x if last is None else jnp.where((counts > 0)[:, None], x, last)
     jax.block_until_ready(last)
     progress("prefill", min(start + chunk, longest), longest)
-  assert last is not None
   return last, (steps.seal(runner, cache) if runner.store.drops else cache)
 
 

@@ -108,7 +108,13 @@ def empty_cache(runner: Runner) -> KVCache:
 
 
 def _prefill(
-  runner: Runner, params: Params, cache: KVCache, tokens: jax.Array, counts: jax.Array, start
+  runner: Runner,
+  params: Params,
+  cache: KVCache,
+  last: jax.Array,
+  tokens: jax.Array,
+  counts: jax.Array,
+  start: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
   s = tokens.shape[1]
   offsets = jnp.arange(s, dtype=jnp.int32)[None]
@@ -116,7 +122,8 @@ def _prefill(
   call = Call(positions, offsets < counts[:, None], cache.lengths + counts)
   attend = prefill_attend(runner.policy, runner.plan, runner.model.rotate, call)
   x, cache = runner.model.forward(params, tokens, positions, cache, attend)
-  last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+  newest = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+  last = jnp.where((counts > 0)[:, None], newest, last)
   return last, _advance(cache, counts, runner.prefill_config.capacity_tokens)
 
 
@@ -163,9 +170,10 @@ def _next_token(runner, sampling, params, cache, tokens, key):
 _compiled_empty = jax.jit(_empty, static_argnums=0)
 
 prefill_chunk = jax.jit(_prefill, static_argnums=0, donate_argnums=2)
-"""`prefill_chunk(runner, params, cache, tokens i32[B, S], counts i32[B], start i32[])
--> f[B, E], cache`: hidden state of each row's last token of this chunk. S is `chunk_tokens`, start
-a multiple of it, counts the tokens of each row in this chunk; the cache is donated."""
+"""`prefill_chunk(runner, params, cache, last f[B, E], tokens i32[B, S], counts i32[B], start i32[])
+-> f[B, E], cache`: hidden state of each row's newest token, last where the chunk has none of the
+row. S is `chunk_tokens`, start a multiple of it, counts the tokens of each row in this chunk; the
+cache is donated."""
 
 seal = jax.jit(_seal, static_argnums=0)
 """`seal(runner, cache) -> cache`: from the cache that prefilled to the one that decodes."""

@@ -49,7 +49,7 @@ def streaming(budget_tokens: int = 2048, page_size: int = 16, *, sinks: int = 4)
     slot_positions = inputs.slot_positions.reshape(shape)
     positions = jnp.take_along_axis(slot_positions, pages[:, None, :, None], axis=2)
     oldest = (inputs.lengths - window)[:, None, None, None]
-    kept = (positions < sinks) | (positions >= oldest)
+    kept = (positions >= 0) & ((positions < sinks) | (positions >= oldest))
     return Selection(jnp.broadcast_to(pages[:, None], kept.shape[:3]), kept), state
 
   def _pages(lengths: jax.Array, b: int, total: int) -> jax.Array:

@@ -54,6 +54,8 @@ def test_flags_and_their_values(tmp_path):
   [
     ("--polcy=quest", "Unknown command line flag 'polcy'"),
     ("--budget_tokens=many", "flag --budget_tokens=many"),
+    ("--page_size=0", "flag --page_size=0: expected one of (8, 16, 32, 64)"),
+    ("--out_dir=", "flag --out_dir=: expected the path of a new folder"),
     ("book.txt", "unexpected argument 'book.txt'"),
   ],
 )
@@ -83,6 +85,8 @@ def _raise(error):
     (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, "error: a/b: No space left"),
     (FileNotFoundError(errno.ENOENT, "No such file", "c"), 2, "error: c: No such file"),
     (OSError("odd"), 2, "error: odd"),
+    (MemoryError("a lot"), 2, "error: not enough memory (a lot); ask for fewer"),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x"), 2, "error: not enough memory (RES"),
     (KeyboardInterrupt(), 130, "stopped: interrupted"),
   ],
 )
@@ -90,6 +94,23 @@ def test_errors_of_the_system(capsys, error, code, line):
   assert cli._guarded(_raise(error), []) == code
   err = capsys.readouterr().err
   assert err.startswith(line) and err.count("\n") == 1
+
+
+def test_a_reader_that_goes_away():
+  read, write = os.pipe()
+  os.close(read)
+  done = subprocess.run(
+    [sys.executable, "-c", COMMAND],
+    stdout=write,
+    stderr=subprocess.PIPE,
+    text=True,
+    check=False,
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+  )
+  os.close(write)
+  assert done.returncode == 2
+  assert done.stderr == "stopped: the reader of standard output closed it\n"
 
 
 def test_our_own_value_error_is_one_line(capsys, tmp_path):

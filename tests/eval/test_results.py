@@ -87,6 +87,23 @@ def test_a_file_is_no_run_folder(tmp_path):
     results.start_run(tmp_path / "file", {})
 
 
+def test_a_folder_that_cannot_be_made_is_refused_early(tmp_path):
+  (tmp_path / "file").touch()
+  with pytest.raises(ValueError, match=r"sub cannot be made: .*file is not a folder; choose"):
+    results.check_new_run(tmp_path / "file" / "sub")
+
+
+def test_a_run_without_a_row_leaves_nothing(tmp_path):
+  out_dir = tmp_path / "a" / "b"
+  with pytest.raises(KeyboardInterrupt), results.run_folder(out_dir, {}):
+    raise KeyboardInterrupt
+  assert list(tmp_path.iterdir()) == []
+  with pytest.raises(KeyboardInterrupt), results.run_folder(out_dir, {}):
+    results.append_row(out_dir, {"a": 1})
+    raise KeyboardInterrupt
+  assert sorted(path.name for path in out_dir.iterdir()) == ["manifest.json", "results.jsonl"]
+
+
 def test_writing_whole_or_not_at_all(tmp_path, monkeypatch):
   path = tmp_path / "x"
   path.write_text("old")

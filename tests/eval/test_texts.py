@@ -54,6 +54,7 @@ def test_read_text(tmp_path):
     (None, "is not a file"),
     (b"", "is empty"),
     (b" \n\t", "is empty"),
+    (b"a\0b", "is a binary file"),
     (b"abc\xff", r"is not UTF-8 text \(byte 3\)"),
   ],
 )

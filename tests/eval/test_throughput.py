@@ -119,8 +119,10 @@ def test_policies_and_prompts_that_are_refused():
     (["--stores=compact,compact,compact"], "cannot run on store 'compact'"),
     (["--prompt_tokens=512"], "the model's context is 512"),
     (["--prompt_tokens=100", "--capacity_tokens=50"], "the cache holds 50 a row"),
+    (["--prompt_tokens=100", "--capacity_tokens=0"], "--capacity_tokens=0"),
+    (["--batch_sizes=999999999"], "not enough memory"),
     (["--batch_sizes=0"], "--batch_sizes: '0' is not a positive number"),
-    (["--page_size=10"], "page_size 10 is not one of"),
+    (["--page_size=10"], "--page_size=10: expected one of (8, 16, 32, 64)"),
   ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, expected):

@@ -91,7 +91,7 @@ def tiny_model(shape: Shape, num_layers: int = 3) -> tuple[Model, Any]:
   model = llama.build(config)
   params = model.init(jax.random.key(7), "float32")
   # Sharper attention than random weights give, so that what is left out shows.
-  sharper = tuple(layer | {"q": 3.0 * layer["q"]} for layer in params["layers"])
+  sharper = tuple(layer | {"q": 1.5 * layer["q"]} for layer in params["layers"])
   return model, params | {"layers": sharper}
 
 

@@ -23,11 +23,11 @@ MIB = 1 << 20
 every_harsh_entry = pytest.mark.parametrize("entry", HARSH, ids=str)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@every_harsh_entry
+@pytest.mark.parametrize(
+  ("entry", "temperature"), [*((entry, 0.0) for entry in HARSH), (HARSH[0], 0.7)], ids=str
+)
 def test_nothing_compiles_after_the_first_short_run(entry, temperature, caplog):
-  if temperature and entry.policy != "dense":
-    pytest.skip("sampling does not know the policy")
+  jax.clear_caches()  # what another test has compiled would not be compiled here
   params, sampling = matrix.tiny_model(SHAPE)[1], Sampling(temperature)
   runner = matrix.runner_of(entry, SHAPE, batch=2)
   generate(runner, params, [[1] * 32, [2] * 5], max_new_tokens=3, sampling=sampling)
@@ -57,9 +57,13 @@ def test_a_decode_step_works_in_place(entry):
   params = llama.param_shapes(config)
   step = steps.next_token.lower(runner, Sampling(), params, state, tokens, keys).compile()
   memory, kept = step.memory_analysis(), runner.decode_bytes
+  print(f"{entry}: {kept}, temporaries {memory.temp_size_in_bytes}")
   assert kept.keys_values > 50 * MIB
   assert memory.alias_size_in_bytes >= kept.total
-  assert memory.temp_size_in_bytes < kept.keys_values // 4, f"{memory.temp_size_in_bytes} bytes"
+  # A layer's selected keys and values are gathered, by at most two layers at a time; the rest of
+  # what a step needs does not grow with the cache.
+  gathered = 2 * config.num_kv_heads * config.head_dim * (policy.budget_tokens or 0) * 4
+  assert memory.temp_size_in_bytes < 2 * gathered + 2 * MIB, f"{memory.temp_size_in_bytes} bytes"
   one_pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
   assert not aot.big_copies(step.as_text(), one_pool // 2)
 

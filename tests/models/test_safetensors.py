@@ -128,6 +128,7 @@ def test_all_bad_tensors_are_listed_at_once(tmp_path):
     ({"architectures": ["LlamaForSequenceClassification"]}, "expected LlamaForCausalLM"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling 'llama3' is not supported yet"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling 'linear' is not supported yet"),
+    ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, expected 'silu'"),
     ({"attention_bias": True}, "attention_bias True is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -136,6 +137,25 @@ def test_all_bad_tensors_are_listed_at_once(tmp_path):
 def test_configs_that_are_not_supported(tmp_path, changes, expected):
   folder = tiny.write_folder(tmp_path / "model", tiny.CONFIG, tiny.tensors(), **changes)
   with pytest.raises(ValueError, match=expected):
+    models.load(str(folder))
+
+
+@pytest.mark.parametrize(
+  ("changes", "expected"),
+  [
+    ({"num_hidden_layers": "two"}, "num_layers is 'two', expected a positive whole number"),
+    ({"num_hidden_layers": -1}, "num_layers is -1"),
+    ({"num_attention_heads": 0}, "num_heads is 0"),
+    ({"hidden_size": None}, "embed_dim is None"),
+    ({"num_key_value_heads": 3}, "num_kv_heads is 3, expected a divisor of 4 heads"),
+    ({"head_dim": 15}, "head_dim is 15, expected a positive even number"),
+    ({"rope_theta": "big"}, "rope_theta is 'big', expected a positive number"),
+    ({"rms_norm_eps": None}, "norm_eps is None"),
+  ],
+)
+def test_values_that_make_no_sense(tmp_path, changes, expected):
+  folder = tiny.write_folder(tmp_path / "model", tiny.CONFIG, tiny.tensors(), **changes)
+  with pytest.raises(ValueError, match=rf"config\.json: {expected}"):
     models.load(str(folder))
 
 
@@ -171,6 +191,9 @@ def test_incomplete_folders(tmp_path):
     models.load(str(folder))
   tiny.write_json(folder / "model.safetensors.index.json", {})
   with pytest.raises(ValueError, match="no weight_map"):
+    models.load(str(folder))
+  tiny.write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": 3}})
+  with pytest.raises(ValueError, match="other things than file names"):
     models.load(str(folder))
   tiny.write_json(folder / "config.json", {"model_type": "llama"})
   with pytest.raises(ValueError, match="lacks num_hidden_layers, num_attention_heads"):

@@ -102,6 +102,7 @@ def test_template_variables(words):
     ({"tokenizer.ggml.pre": "tekken"}, "unknown pre-tokenizer 'tekken', expected one of smollm"),
     ({"tokenizer.ggml.model": "t5"}, "unknown tokenizer 't5', expected 'gpt2'"),
     ({"tokenizer.ggml.merges": ["q zz"]}, "vocabulary and merges do not fit"),
+    ({"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 entries for"),
     ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.tokens or"),
   ],
 )

@@ -76,6 +76,12 @@ def test_prompts_come_from_one_place(tmp_path):
     generate.read_prompt(None, str(path))
 
 
+def test_standard_input_that_is_closed(monkeypatch):
+  monkeypatch.setattr("sys.stdin", None)
+  with pytest.raises(ValueError, match="standard input is closed"):
+    generate.read_prompt(None, "-")
+
+
 def test_a_model_without_a_tokenizer_is_refused():
   with pytest.raises(ValueError, match="has no tokenizer and cannot read a prompt"):
     generate.encode(load("random:stories260k"), "why", chat=False)
@@ -89,6 +95,7 @@ def test_a_model_without_a_tokenizer_is_refused():
     (["--store=compact"], "policy 'quest' cannot run on store 'compact'"),
     (["--max_new_tokens=999"], "the model's context is 256"),
     (["--max_new_tokens=0"], "max_new_tokens"),
+    (["--seed=4294967296"], "flag --seed=4294967296"),
     (["--top_p=0"], "top_p 0.0 must be above 0"),
     (["--prompt_file=absent.txt"], "exactly one of --prompt and --prompt_file"),
     (["--model=absent.gguf"], "unknown model 'absent.gguf'"),

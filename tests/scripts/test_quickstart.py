@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,27 @@ def test_bad_input_exits_with_one_line(inputs, tmp_path):
   assert done.returncode == 2 and done.stdout == ""
   assert done.stderr.startswith("error: unknown policy 'qest'") and done.stderr.count("\n") == 1
   assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_nothing(inputs, tmp_path):
+  command = [sys.executable, "-m", "scripts.quickstart", *inputs, "--out_dir=out"]
+  with subprocess.Popen(
+    command,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=tmp_path,
+    env=os.environ | {"PYTHONPATH": str(ROOT), "KVJAX_CACHE": str(tmp_path / "cache")},
+  ) as process:
+    assert process.stderr is not None
+    for line in process.stderr:  # the bar: a text stream ends lines at its carriage returns too
+      if "compiling" in line:
+        break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+  assert process.returncode == 130
+  assert rest.endswith("stopped: interrupted\n") and "Traceback" not in rest
+  assert not (tmp_path / "out").exists()
 
 
 def test_a_short_text(inputs, tmp_path):
