@@ -1,6 +1,6 @@
 """Llama: rotary positions, grouped-query attention, RMSNorm, SwiGLU.
 
-Parameters are a plain tree, every layer's matrix stored [in, out] so that `x @ w` reads it along its
+Parameters are a plain tree, every layer's matrix stored [in, out] so that `x @ w` reads along its
 rows; the head is stored like the embedding, [V, E], and absent when it is tied:
 
     {"embed": f[V, E], "norm": f[E], "head": f[V, E], "layers": one dict for each of the L layers}
