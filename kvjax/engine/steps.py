@@ -190,14 +190,14 @@ next_token = jax.jit(_next_token, static_argnums=(0, 1), donate_argnums=3)
 decode step and the choice of the token after it; the cache is donated."""
 
 
-def selected_pages(runner: Runner, params: Params, cache: KVCache, tokens: jax.Array):
-  """Pages that the next decode step of tokens i32[B] would attend to.
+def selected_pages(runner: Runner, params: Params, cache: KVCache, tokens: jax.typing.ArrayLike):
+  """Pages that the next decode step of tokens i32[B] (or a list of B) would attend to.
 
   Returns:
     {layer: i32[B, K or H, M]} for each layer that selects, -1 where fewer pages are used. The cache
     is left as it was.
   """
-  return _selected_pages(runner, params, cache, tokens)
+  return _selected_pages(runner, params, cache, jnp.asarray(tokens, jnp.int32))
 
 
 @partial(jax.jit, static_argnums=0)
