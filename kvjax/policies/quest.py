@@ -82,7 +82,7 @@ def quest(
     heads = h if group == "none" else q.shape[1]
     total = sum(segment.shape[-1] for segment in bounds)
     if total <= width:
-      return _all_pages(b, heads, total), state
+      return _all_pages(num_pages, heads, total), state
     scores = page_scores(q, bounds, num_pages.max())
     pages, mask = _best(_combine(scores, num_pages, group), num_pages, width, force_last)
     # In the order of the pool, which memory likes better than the order of the scores.
@@ -117,9 +117,10 @@ def _bounds_of_chunk(bounds, inputs: Inputs, page_size: int):
   return write_chunk(bounds, chunk, start, valid[:, 0].any(axis=-1), axis=3)
 
 
-def _all_pages(b: int, heads: int, total: int) -> Selection:
-  pages = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (b, heads, total))
-  return Selection(pages, jnp.ones((b, heads, total, 1), bool))
+def _all_pages(num_pages: jax.Array, heads: int, total: int) -> Selection:
+  shape = (num_pages.shape[0], heads, total)
+  pages = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), shape)
+  return Selection(pages, (pages < num_pages[:, None, None])[..., None])
 
 
 def _combine(scores: jax.Array, num_pages: jax.Array, group: str) -> jax.Array:

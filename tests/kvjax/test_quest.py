@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheConfig, make_policy, prepare
+from kvjax import CacheConfig, generate, make_policy, prepare, selected_pages
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
 from kvjax.policies.quest import GROUPS
@@ -200,3 +200,13 @@ def test_selection_under_jit_equals_selection_outside():
   outside = policy.select(state, _inputs(q, k, lengths))[0]
   inside = jax.jit(lambda state, q: policy.select(state, _inputs(q, k, lengths))[0])(state, q)
   jax.tree.map(np.testing.assert_array_equal, outside, inside)
+
+
+def test_selected_pages_names_only_pages_with_tokens_when_the_budget_holds_all():
+  model, params = matrix.tiny_model(matrix.Shape(2, 2, 16))
+  policy = make_policy("quest", budget_tokens=1024, page_size=16)
+  runner = prepare(model, policy, "resident", CacheConfig(2, 256), chunk_tokens=64)
+  out = generate(runner, params, [[1] * 40, [2] * 5], max_new_tokens=1)
+  pages = selected_pages(runner, params, out.cache, [1, 1])
+  for named in pages.values():
+    assert (np.asarray(named) >= 0).sum(axis=-1).tolist() == [[3, 3], [1, 1]]
