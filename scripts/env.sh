@@ -33,7 +33,8 @@ _find_python() {
       elif ! "$path" -c 'import ensurepip, venv' 2>/dev/null; then
         broken="$path ($version)"
       else
-        echo "$path"
+        # Not the path: a version manager's shim gives another Python in another folder.
+        "$path" -c 'import sys; print(sys.executable)'
         return
       fi
     done < <(type -aP "$name")
