@@ -48,9 +48,21 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
     ) from error
 
 
-def metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
-  """All key-value pairs of the file as plain Python values."""
-  return {name: field.contents() for name, field in reader.fields.items()}
+def metadata(reader: gguf.GGUFReader, path: Path) -> dict[str, Any]:
+  """All key-value pairs of the file as plain Python values.
+
+  Raises:
+    ValueError: one of them is damaged.
+  """
+  values = {}
+  for name, field in reader.fields.items():
+    try:
+      values[name] = field.contents()
+    except (ValueError, IndexError) as error:
+      raise ValueError(
+        f"{path}: metadata {name} is damaged ({error}); download it again"
+      ) from error
+  return values
 
 
 def read(reader: gguf.GGUFReader, info: Mapping[str, Any], path: Path) -> Checkpoint:

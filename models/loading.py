@@ -75,7 +75,7 @@ def load(source: str, dtype: str = "float32") -> Loaded:
 
 def _load_gguf(path: Path, dtype: str) -> Loaded:
   reader = gguf_reader.open_gguf(path)
-  info = gguf_reader.metadata(reader)
+  info = gguf_reader.metadata(reader, path)
   checkpoint = gguf_reader.read(reader, info, path)
   return _assemble(
     path.stem, path, checkpoint, tokenizer.from_gguf(info, path), dtype, file_sha256(path)

@@ -67,6 +67,14 @@ def test_file_that_is_not_gguf(tmp_path):
     models.load(str(path))
 
 
+def test_text_that_is_not_utf8(tmp_path):
+  extra = {"tokenizer.ggml.model": "gpt2"}
+  path = tiny.write_gguf(tmp_path / "a.gguf", tiny.CONFIG, tiny.tensors(), extra=extra)
+  path.write_bytes(path.read_bytes().replace(b"gpt2", b"\xff\xff\xff\xff"))
+  with pytest.raises(ValueError, match=r"a\.gguf: metadata tokenizer\.ggml\.model is damaged"):
+    models.load(str(path))
+
+
 def test_unknown_architecture(tmp_path):
   path = tiny.write_gguf(tmp_path / "a.gguf", tiny.CONFIG, tiny.tensors(), architecture="bert")
   with pytest.raises(ValueError, match=r"a\.gguf: unknown architecture 'bert', expected 'llama'"):
