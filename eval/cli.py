@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 from kvjax.config import PAGE_SIZES
 
@@ -42,7 +42,13 @@ def run(main: Callable[[flags.FlagValues], None], define_flags: Callable[[], Non
     define_flags: defines them; called first.
   """
   define_flags()
-  app.run(lambda argv: _guarded(main, argv[1:]), flags_parser=_parse)
+
+  def start(argv: Sequence[str]) -> int | None:
+    if flags.FLAGS.verbosity == 0:  # what absl's app sets where the user does not
+      logging.set_verbosity(logging.WARNING)  # JAX informs about every backend that is not there
+    return _guarded(main, argv[1:])
+
+  app.run(start, flags_parser=_parse)
 
 
 def define_model_flag() -> None:
