@@ -43,7 +43,7 @@ def run(main: Callable[[flags.FlagValues], None], define_flags: Callable[[], Non
   """
   define_flags()
 
-  def start(argv: Sequence[str]) -> int | None:
+  def start(argv: list[str]) -> int | None:
     if flags.FLAGS.verbosity == 0:  # what absl's app sets where the user does not
       logging.set_verbosity(logging.WARNING)  # JAX informs about every backend that is not there
     return _guarded(main, argv[1:])
