@@ -45,25 +45,17 @@ def _by_segments(q, keys, values, lengths):
   longest = lengths.max()
   parts, offset = empty_parts(q.shape), 0
   for k, v in zip(keys, values, strict=True):
-    attend = partial(_segment, k, v, offset)
+    attend = partial(_segment, q, k, v, offset, lengths)
     if offset == 0:
-      parts = attend(q, lengths)
+      parts = attend()
     else:
-
-      def extend(parts, q, lengths, attend=attend):
-        return merge_parts(parts, attend(q, lengths))
-
-      parts = run_if(longest > offset, extend, parts, q, lengths)
+      parts = run_if(longest > offset, lambda p, attend=attend: merge_parts(p, attend()), parts)
     offset += v.shape[2]
   out = normalise(parts, _nonempty(lengths))
-
-  def careful(q, lengths):
-    return _by_blocks(q, keys, values, lengths)
-
-  return unless_finite(out, careful, q, lengths)
+  return unless_finite(out, lambda: _by_blocks(q, keys, values, lengths))
 
 
-def _segment(k, v, offset: int, q, lengths) -> Parts:
+def _segment(q, k, v, offset: int, lengths) -> Parts:
   scores = jnp.einsum("bkgd,bkdt->bkgt", q, k, preferred_element_type=jnp.float32)
   valid = offset + jnp.arange(v.shape[2])[None] < lengths[:, None]
   return parts_of(jnp.where(valid[:, None, None], scores, NEG), v)

@@ -29,14 +29,14 @@ def page_scores(q: jax.Array, bounds: Sequence[jax.Array], num_pages: jax.Array)
   scores, offset = [], 0
   for segment in bounds:
 
-    def score(_, signed, segment=segment):
+    def score(_, segment=segment):
       return jnp.einsum("bkgc,bkcp->bkgp", signed, segment, preferred_element_type=jnp.float32)
 
     if offset == 0:
-      scores.append(score(None, signed))
+      scores.append(score(None))
     else:
       unread = jnp.full((*q.shape[:3], segment.shape[-1]), -jnp.inf, jnp.float32)
-      scores.append(run_if(num_pages > offset, score, unread, signed))
+      scores.append(run_if(num_pages > offset, score, unread))
     offset += segment.shape[-1]
   return jnp.concatenate(scores, axis=-1)
 

@@ -48,13 +48,9 @@ def selected_decode_attention(
     return normalise(parts_of(scores, gathered), nonempty)
 
   def direct(*args):
-    scores, valid, nonempty, values, pages = args
+    scores, _, nonempty, values, pages = args
     out = normalise(parts_of(scores, _gather_values(values, pages)), nonempty)
-
-    def careful(scores, valid, pages):
-      return masked(scores, valid, nonempty, values, pages)
-
-    return unless_finite(out, careful, scores, valid, pages)
+    return unless_finite(out, lambda: masked(*args))
 
   args = (scores, valid, nonempty, values, pages)
   return jax.lax.platform_dependent(*args, cpu=direct, default=masked).astype(q.dtype)

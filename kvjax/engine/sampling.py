@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,10 @@ class Sampling:
   top_p: float = 1.0
 
   def __post_init__(self):
-    if self.temperature < 0:
-      raise ValueError(f"temperature {self.temperature} is negative; give 0 for greedy decoding")
+    if not 0 <= self.temperature < math.inf:
+      raise ValueError(
+        f"temperature {self.temperature} must be finite and not negative; 0 is greedy decoding"
+      )
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1")
 

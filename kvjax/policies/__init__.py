@@ -36,6 +36,8 @@ def make_policy(name: str, **options) -> Policy:
       f"policy {name!r} has no option {', '.join(sorted(unknown))}; "
       f"it has {', '.join(known) or 'none'}"
     )
+  if options.get("page_size", 1) < 1:
+    raise ValueError(f"page_size {options['page_size']} must be positive")
   return factory(**{key: value for key, value in options.items() if key in known})
 
 

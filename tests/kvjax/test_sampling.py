@@ -73,7 +73,9 @@ def test_a_row_says_the_same_whatever_its_batch_mates():
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ((-0.1,), "temperature -0.1 is negative; give 0 for greedy decoding"),
+    ((-0.1,), "temperature -0.1 must be finite and not negative; 0 is greedy decoding"),
+    ((float("nan"),), "temperature nan must be finite and not negative; 0 is greedy decoding"),
+    ((float("inf"),), "temperature inf must be finite and not negative; 0 is greedy decoding"),
     ((1.0, 0.0), "top_p 0.0 must be above 0 and at most 1"),
     ((1.0, 1.5), "top_p 1.5 must be above 0"),
   ],

@@ -102,7 +102,7 @@ def test_a_segment_that_no_row_reaches_is_not_read():
   case = _contiguous_case((2, 2), 16, "float32", 0.0)
   hlo = _jitted(contiguous.contiguous_decode_attention).lower(*case).compile().as_text()
   entry = hlo[hlo.index("ENTRY") :]
-  assert entry.count(" while(") >= 2  # the other two segments
+  assert entry.count(" conditional(") >= 2  # the other two segments
   assert _products(hlo, entry) == 2  # q.k and p.v of the first one
   assert _products(hlo, hlo) >= 6
 

@@ -84,11 +84,11 @@ def test_run_if(flag):
 
   @jax.jit
   def program(flag, x, y):
-    def work(x, y):
+    def work(x):
       jax.debug.callback(lambda _: ran.append(1), y)
       return x + y
 
-    return run_if(flag, work, x, y)
+    return run_if(flag, work, x)
 
   out = program(jnp.asarray(flag), jnp.ones(3), jnp.full(3, 2.0))
   jax.effects_barrier()
@@ -97,19 +97,19 @@ def test_run_if(flag):
 
 
 def test_run_if_keeps_what_it_computes_inside():
-  """XLA moves what looks the same in every trip out of a loop; the product must stay in it."""
+  """XLA moves what is the same in every trip out of a loop; the product must stay in the branch."""
 
   def program(flag, x, y, big):
-    return run_if(flag, lambda x, y: x + y @ big, x, y)
+    return run_if(flag, lambda x: x + y @ big, x)
 
   args = (jnp.asarray(False), jnp.ones((4, 64)), jnp.ones((4, 64)), jnp.ones((64, 64)))
   text = jax.jit(program).lower(*args).compile().as_text()
   entry = text[text.index("ENTRY") :]
-  assert " while(" in entry
+  assert " conditional(" in entry
   assert "dot" in text and " dot(" not in entry and "matmul" not in entry
 
 
 def test_unless_finite():
   for value, expected in ((1.0, 1.0), (jnp.nan, 0.0), (jnp.inf, 0.0), (-jnp.inf, 0.0)):
-    out = unless_finite(jnp.array([1.0, value]), jnp.zeros_like, jnp.ones(2))
+    out = unless_finite(jnp.array([1.0, value]), lambda: jnp.zeros(2))
     assert out[0] == (1.0 if value == 1.0 else 0.0) and out[1] == expected
