@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +20,38 @@ def page_scores(q: jax.Array, bounds: Sequence[jax.Array], num_pages: jax.Array)
   Args:
     q: f[B, K, G, D].
     bounds: f[B, K, 2*D, Pi] each, maxima before minima; segments of pages in order.
-    num_pages: i32[], pages that any row has; segments beyond are not read.
+    num_pages: i32[], pages that any row has; segments beyond are not read on a CPU.
 
   Returns:
-    f32[B, K, G, P], P = sum of Pi; -inf for segments that were not read. Pages that a row does not
-    have get whatever their bounds say: mask them.
+    f32[B, K, G, P], P = sum of Pi; pages that a row does not have get -inf or whatever their bounds
+    say: mask them.
   """
   signed = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1).astype(bounds[0].dtype)
+  args = (signed, tuple(bounds), num_pages)
+  return jax.lax.platform_dependent(*args, cpu=_reached, default=_all)
+
+
+def _reached(signed, bounds, num_pages):
   scores, offset = [], 0
   for segment in bounds:
-
-    def score(_, segment=segment):
-      return jnp.einsum("bkgc,bkcp->bkgp", signed, segment, preferred_element_type=jnp.float32)
-
     if offset == 0:
-      scores.append(score(None))
+      scores.append(_score(signed, segment))
     else:
-      unread = jnp.full((*q.shape[:3], segment.shape[-1]), -jnp.inf, jnp.float32)
-      scores.append(run_if(num_pages > offset, score, unread))
+      unread = jnp.full((*signed.shape[:3], segment.shape[-1]), -jnp.inf, jnp.float32)
+      read = partial(_score, signed, segment)
+      scores.append(run_if(num_pages > offset, lambda _, read=read: read(), unread))
     offset += segment.shape[-1]
   return jnp.concatenate(scores, axis=-1)
+
+
+def _all(signed, bounds, num_pages):
+  """No branch, which would cost a GPU a round trip to the host."""
+  del num_pages
+  return jnp.concatenate([_score(signed, segment) for segment in bounds], axis=-1)
+
+
+def _score(signed, segment):
+  return jnp.einsum("bkgc,bkcp->bkgp", signed, segment, preferred_element_type=jnp.float32)
 
 
 def page_scores_reference(q, bounds):
