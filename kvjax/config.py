@@ -5,6 +5,42 @@ from __future__ import annotations
 import dataclasses
 
 PAGE_SIZES = (8, 16, 32, 64)
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """How rotary frequencies are changed to reach beyond the context of the first training.
+
+  Which fields count depends on the kind; `models.rope` has the formulas and their sources.
+
+  Attributes:
+    kind: one of `ROPE_KINDS`.
+    factor: how many times longer the context becomes.
+    original_tokens: context of the first training.
+    low_freq_factor: llama3: longer waves than original_tokens / this are divided by factor.
+    high_freq_factor: llama3: shorter waves than original_tokens / this are left alone.
+    beta_fast: yarn: dimensions that turn more often than this in original_tokens are left alone.
+    beta_slow: yarn: those that turn less often are divided by factor.
+    attention_factor: yarn: length of cosine and sine; None for 0.1 ln(factor) + 1.
+  """
+
+  kind: str = "default"
+  factor: float = 1.0
+  original_tokens: int = 0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+
+  def __post_init__(self):
+    if self.kind not in ROPE_KINDS:
+      raise ValueError(f"unknown rope type {self.kind!r}, expected one of {', '.join(ROPE_KINDS)}")
+    if self.factor < 1:
+      raise ValueError(f"rope scaling factor {self.factor} must be at least 1")
+    if self.kind in ("dynamic", "llama3", "yarn") and self.original_tokens < 1:
+      raise ValueError(f"rope type {self.kind!r} needs the context of the first training in tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +60,10 @@ class ModelConfig:
     rope_theta: base of the rotary embedding.
     norm_eps: epsilon of the layer norms.
     tied_embeddings: the head is the transposed embedding.
+    rope_scaling: change of the rotary frequencies.
+    window_tokens: tokens that a query sees, itself included (sliding window); None for all.
+    norm_last: OPT-350m: norms come after the residual sum, and there is no final one.
+    token_dim: OPT-350m: width of the embedding, projected to E and back; None for E.
   """
 
   family: str
@@ -38,6 +78,10 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_eps: float = 1e-5
   tied_embeddings: bool = False
+  rope_scaling: RopeScaling = RopeScaling()
+  window_tokens: int | None = None
+  norm_last: bool = False
+  token_dim: int | None = None
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -46,6 +90,10 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+    if self.window_tokens is not None and self.window_tokens < 1:
+      raise ValueError(
+        f"window_tokens {self.window_tokens} must be positive, or None for no window"
+      )
 
   @property
   def group_size(self) -> int:

