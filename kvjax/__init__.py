@@ -10,6 +10,7 @@ from kvjax.engine import (
   generate,
   prepare,
   selected_pages,
+  unpad,
 )
 from kvjax.policies import POLICIES, make_policy
 from kvjax.stores import STORES
@@ -32,4 +33,5 @@ __all__ = [
   "make_policy",
   "prepare",
   "selected_pages",
+  "unpad",
 ]

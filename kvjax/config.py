@@ -113,6 +113,9 @@ class CacheConfig:
     base_tokens: tokens that rows are expected to reach. A step that reads everything reads this
       many in one piece, the fastest way, and what lies beyond only as far as rows have grown into
       it. Prompt and new tokens where both are known.
+    window_tokens: newest tokens that the model sees, None for all; set by the engine.
+    ring_tokens: slots of a row where a new token takes the slot of one that has left the window,
+      None where every token keeps its own; set by the engine.
   """
 
   batch_size: int
@@ -120,6 +123,8 @@ class CacheConfig:
   page_size: int = 16
   dtype: str = "float32"
   base_tokens: int = 1024
+  window_tokens: int | None = None
+  ring_tokens: int | None = None
 
   def __post_init__(self):
     if self.page_size not in PAGE_SIZES:
@@ -132,3 +137,16 @@ class CacheConfig:
   def pages_per_row(self) -> int:
     """P: width of the page table."""
     return -(-self.capacity_tokens // self.page_size)
+
+  @property
+  def slots_per_row(self) -> int:
+    """Slots that exist: those of the ring, or one for every token of the capacity."""
+    return self.ring_tokens or self.capacity_tokens
+
+  def first_seen(self, lengths):
+    """i32[B]: first position that the newest of lengths i32[B] tokens sees."""
+    return lengths * 0 if self.window_tokens is None else (lengths - self.window_tokens).clip(0)
+
+  def slot(self, position):
+    """Slot i32[...] of the token at this position, i32[...]."""
+    return position if self.ring_tokens is None else position % self.ring_tokens

@@ -87,28 +87,31 @@ class Inputs(NamedTuple):
   Attributes:
     layer: static index of the layer.
     row: static index of the layer among those that select.
-    q: f[B, S, H, D], after the position rule.
+    lengths: i32[B], tokens of each row including those of this call.
+    first: i32[B], first position that the newest token sees: 0, or more where the model has a
+      sliding window. What lies before it is masked whatever a policy selects.
+    slot_positions: i32[B, K, T], true position of the token in each slot of the row's pages,
+      -1 where there is none.
+    q: f[B, S, H, D], after the position rule. This and the fields below are None when a dropping
+      policy is asked after prefill what it keeps.
     k: f[B, S, K, D], as the store keeps them.
     v: f[B, S, K, D].
     positions: i32[B, S], true positions.
-    valid: bool[B, S], False for padding. This and the five above but layer and row are None when a
-      dropping policy is asked after prefill what it keeps.
-    lengths: i32[B], tokens of each row including those of this call.
-    slot_positions: i32[B, K, T], true position of the token in each slot of the row's pages,
-      -1 where there is none.
+    valid: bool[B, S], False for padding.
     hidden: f[B, S, E], input of the layer's projections.
   """
 
   layer: int
   row: int
-  q: Any
-  k: Any
-  v: Any
-  positions: Any
-  valid: Any
   lengths: jax.Array
+  first: jax.Array
   slot_positions: jax.Array
-  hidden: Any
+  q: Any = None
+  k: Any = None
+  v: Any = None
+  positions: Any = None
+  valid: Any = None
+  hidden: Any = None
 
 
 class Selection(NamedTuple):

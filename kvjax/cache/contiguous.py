@@ -1,4 +1,8 @@
-"""Contiguous layout: all of a layer's keys and values in order, for layers that read everything."""
+"""Contiguous layout: all of a layer's keys and values in order, for layers that read everything.
+
+Where a model sees only a window, a layer is a ring: position p lies in slot p modulo the number of
+slots, of which there are enough for the window of every token of a prefill chunk.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.segments import Segments, segment_sizes, write_at, write_chunk
 from kvjax.config import CacheConfig, ModelConfig
-from pallas_kernels.prefill_attention import PastBlocks
+from pallas_kernels.prefill_attention import PastBlocks, first_block
 
 SEGMENT_TOKENS = 1024  # segments begin at its multiples; a multiple of every prefill chunk
 
@@ -30,7 +34,8 @@ def zeros(model: ModelConfig, cache: CacheConfig) -> Contiguous:
   """An empty layer."""
   b, k, d = cache.batch_size, model.num_kv_heads, model.head_dim
   first = -(-cache.base_tokens // SEGMENT_TOKENS) * SEGMENT_TOKENS
-  sizes = segment_sizes(cache.capacity_tokens, first)
+  windowed = cache.window_tokens is not None  # what is read at most is one piece
+  sizes = (cache.slots_per_row,) if windowed else segment_sizes(cache.slots_per_row, first)
   return Contiguous(
     tuple(jnp.zeros((b, k, d, size), cache.dtype) for size in sizes),
     tuple(jnp.zeros((b, k, size, d), cache.dtype) for size in sizes),
@@ -55,8 +60,15 @@ def append_chunk(
   )
 
 
-def past_blocks(layer: Contiguous, start: jax.Array, block: int) -> list[PastBlocks]:
-  """Everything before start i32[], which must be a multiple of block; one source a segment."""
+def past_blocks(
+  layer: Contiguous, start: jax.Array, block: int, window: int | None = None
+) -> list[PastBlocks]:
+  """What a chunk of block tokens from start i32[], a multiple of block, may see before itself.
+
+  One source a segment; a layer of a model with a window has one segment.
+  """
+  if window is not None:
+    return [_windowed_blocks(layer, start, block, window)]
   sources, offset = [], 0
   for keys, values in zip(layer.keys, layer.values, strict=True):
     size = values.shape[2]
@@ -69,7 +81,20 @@ def past_blocks(layer: Contiguous, start: jax.Array, block: int) -> list[PastBlo
         jax.lax.dynamic_slice_in_dim(values, i * block, block, axis=2),
       )
 
-    count = jnp.clip(start - offset, 0, size) // block
-    sources.append(PastBlocks(count, read))
+    sources.append(PastBlocks(0, jnp.clip(start - offset, 0, size) // block, read))
     offset += size
   return sources
+
+
+def _windowed_blocks(layer: Contiguous, start, block: int, window: int) -> PastBlocks:
+  (keys,), (values,) = layer
+  slots = values.shape[2]
+
+  def read(i):
+    at = i * block % slots
+    return (
+      jax.lax.dynamic_slice_in_dim(keys, at, block, axis=3),
+      jax.lax.dynamic_slice_in_dim(values, at, block, axis=2),
+    )
+
+  return PastBlocks(first_block(start, block, window), start // block, read)

@@ -43,7 +43,7 @@ class KVCache(flax.struct.PyTreeNode):
 def allocate(
   model: ModelConfig, cache: CacheConfig, plan: LayerPlan, policy_state: State = ()
 ) -> KVCache:
-  """An empty cache in which every row owns all the pages that it can ever need.
+  """An empty cache in which every row owns all the pages that it can ever need at once.
 
   Not for use inside a step: shapes are chosen here. `jax.eval_shape` of it gives the shapes alone.
 
@@ -55,15 +55,17 @@ def allocate(
   """
   rows = len(plan.select_layers)
   b, k, p = cache.batch_size, model.num_kv_heads, cache.pages_per_row
-  num_pages = rows * b * k * p
   c, d = cache.page_size, model.head_dim
+  owned = -(-cache.slots_per_row // c)  # pages of a row, fewer than P where they form a ring
+  num_pages = rows * b * k * owned
+  firsts = jnp.arange(0, num_pages, owned, dtype=jnp.int32).reshape(rows, b, k, 1)
   pools = Pools(
     jnp.zeros((num_pages, d, c), cache.dtype), jnp.zeros((num_pages, c, d), cache.dtype)
   )
   return KVCache(
     contiguous=tuple(zeros(model, cache) if role == DENSE else None for role in plan.roles),
     pools=pools if rows else None,
-    table=jnp.arange(num_pages, dtype=jnp.int32).reshape(rows, b, k, p) if rows else None,
+    table=firsts + jnp.arange(p, dtype=jnp.int32)[None, None, None] % owned if rows else None,
     lengths=jnp.zeros(b, jnp.int32),
     overflow=jnp.zeros(b, jnp.uint32),
     policy_state=policy_state,

@@ -1,5 +1,9 @@
 """Paged layout: one flat pool of pages over layers, rows and heads, and tables of page ids.
 
+Where a model sees only a window, a row's table leads round a ring: a new page takes the place of
+one that has left the window, so that two places of the table name the same page, of which the older
+is never read again.
+
 The pool is threaded through the layers and donated, and is only ever indexed by global page ids,
 never sliced by layer: slices are copies. Writes come before reads within a step.
 """
@@ -11,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.prefill_attention import PastBlocks
+from pallas_kernels.prefill_attention import PastBlocks, first_block
 
 
 class Pools(NamedTuple):
@@ -93,8 +97,13 @@ def append_chunk(
   return Pools(write(pools.keys, k, True), write(pools.values, v, False))
 
 
-def past_blocks(pools: Pools, table: jax.Array, start: jax.Array, block: int) -> PastBlocks:
-  """Everything before start i32[], a multiple of block, which is a multiple of C."""
+def past_blocks(
+  pools: Pools, table: jax.Array, start: jax.Array, block: int, window: int | None = None
+) -> PastBlocks:
+  """What a chunk of block tokens from start i32[] may see before itself.
+
+  start is a multiple of block, and block of C.
+  """
   b, k, _ = table.shape
   c, d = pools.values.shape[1:]
 
@@ -105,4 +114,5 @@ def past_blocks(pools: Pools, table: jax.Array, start: jax.Array, block: int) ->
     values = pools.values.at[pages].get(mode="clip").reshape(b, k, block, d)
     return keys.swapaxes(2, 3).reshape(b, k, d, block), values
 
-  return PastBlocks(start // block, read)
+  first = 0 if window is None else first_block(start, block, window)
+  return PastBlocks(first, start // block, read)

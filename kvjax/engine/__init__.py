@@ -1,6 +1,7 @@
 """Runs a model with a policy on a store."""
 
 from kvjax.engine.generate import Generation, generate
+from kvjax.engine.padding import unpad
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import Runner, decode_step, prepare, selected_pages
 
@@ -12,4 +13,5 @@ __all__ = [
   "generate",
   "prepare",
   "selected_pages",
+  "unpad",
 ]

@@ -7,6 +7,7 @@ is written before anything is read: the other order copies whole pools.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import contiguous, paged
 from kvjax.cache.kv_cache import KVCache
+from kvjax.config import CacheConfig
 from kvjax.stores import resident
 from kvjax.types import Attend, Inputs, LayerPlan, Policy, Rotate, Selection, Store
 from pallas_kernels.contiguous_decode_attention import contiguous_decode_attention
@@ -37,42 +39,35 @@ class Call(NamedTuple):
   lengths: jax.Array
 
 
-def prefill_attend(policy: Policy, plan: LayerPlan, rotate: Rotate, call: Call) -> Attend:
+def prefill_attend(
+  policy: Policy, plan: LayerPlan, rotate: Rotate, config: CacheConfig, call: Call
+) -> Attend:
   """Dense causal attention over a chunk and all before it; what is new goes into the cache.
 
   All rows of a chunk begin at the same position, a multiple of the chunk's length. There is no
   store here: prefill always runs on resident pages (see `Store.seal`).
   """
-  start = call.positions[0, 0]
+  start, window = call.positions[0, 0], config.window_tokens
+  dense = partial(prefill_attention, start=start, window=window)
 
   def attend(layer, q, k, v, cache: KVCache, hidden):
     turned_q, turned_k = rotate(q, call.positions), rotate(k, call.positions)
     block = q.shape[1]
     kept = cache.contiguous[layer]
     if kept is not None:
-      kept = contiguous.append_chunk(kept, turned_k, v, start, call.valid)
-      out = prefill_attention(turned_q, turned_k, v, contiguous.past_blocks(kept, start, block))
-      return out, _with_layer(cache, layer, kept)
+      kept = contiguous.append_chunk(kept, turned_k, v, config.slot(start), call.valid)
+      past = contiguous.past_blocks(kept, start, block, window)
+      return dense(turned_q, turned_k, v, past), _with_layer(cache, layer, kept)
     row = plan.select_layers.index(layer)
     stored = turned_k if policy.cache_positions is None else k
     pools = paged.append_chunk(cache.pools, cache.table[row], stored, v, start, call.valid)
-    past = paged.past_blocks(pools, cache.table[row], start, block)
+    past = paged.past_blocks(pools, cache.table[row], start, block, window)
     if policy.cache_positions is not None:
       past = _turn_past(past, rotate, block)
-    out = prefill_attention(turned_q, turned_k, v, [past])
+    out = dense(turned_q, turned_k, v, [past])
     cache = cache.replace(pools=pools)
-    inputs = Inputs(
-      layer=layer,
-      row=row,
-      q=turned_q,
-      k=stored,
-      v=v,
-      positions=call.positions,
-      valid=call.valid,
-      lengths=call.lengths,
-      slot_positions=resident.slot_positions(cache, row, call.lengths),
-      hidden=hidden,
-    )
+    slot_positions = resident.slot_positions(cache, row, call.lengths)
+    inputs = _inputs(layer, row, config, call, slot_positions, turned_q, stored, v, hidden)
     return out, cache.replace(policy_state=policy.preprocess(cache.policy_state, inputs))
 
   return attend
@@ -83,6 +78,7 @@ def decode_attend(
   store: Store,
   plan: LayerPlan,
   rotate: Rotate,
+  config: CacheConfig,
   call: Call,
   watch: Watch | None = None,
 ) -> Attend:
@@ -95,10 +91,9 @@ def decode_attend(
     kept = cache.contiguous[layer]
     if kept is not None:
       k, q = rotate(k, call.positions), rotate(q, call.positions)
-      kept = contiguous.append_token(kept, k[:, 0], v[:, 0], call.positions[:, 0])
-      out = contiguous_decode_attention(
-        _grouped(q, k.shape[2]), kept.keys, kept.values, call.lengths
-      )
+      kept = contiguous.append_token(kept, k[:, 0], v[:, 0], config.slot(call.positions[:, 0]))
+      q_heads = _grouped(q, k.shape[2])
+      out = contiguous_decode_attention(q_heads, *kept, call.lengths, window=config.window_tokens)
       return out.reshape(q.shape), _with_layer(cache, layer, kept)
     return select_and_attend(layer, q, k, v, cache, hidden)
 
@@ -107,18 +102,8 @@ def decode_attend(
     q, k, turn = _by_position_rule(policy, rotate, call, q, k)
 
     def inputs(cache):
-      return Inputs(
-        layer=layer,
-        row=row,
-        q=q,
-        k=k,
-        v=v,
-        positions=call.positions,
-        valid=call.valid,
-        lengths=call.lengths,
-        slot_positions=store.slot_positions(cache, row, call.lengths),
-        hidden=hidden,
-      )
+      slot_positions = store.slot_positions(cache, row, call.lengths)
+      return _inputs(layer, row, config, call, slot_positions, q, k, v, hidden)
 
     def victims():
       assert policy.evict is not None, f"{store.name} asked {policy.name} what to drop"
@@ -139,12 +124,40 @@ def decode_attend(
       cache.pools.keys,
       cache.pools.values,
       recalled.pages,
-      recalled.mask,
+      recalled.mask & _in_window(policy, config, call, recalled.positions),
       turn=None if turn is None else lambda keys: turn(keys, recalled.positions),
     )
     return out.reshape(q.shape), cache
 
   return attend
+
+
+def _inputs(layer, row, config: CacheConfig, call: Call, slot_positions, q, k, v, hidden) -> Inputs:
+  return Inputs(
+    layer=layer,
+    row=row,
+    lengths=call.lengths,
+    first=config.first_seen(call.lengths),
+    slot_positions=slot_positions,
+    q=q,
+    k=k,
+    v=v,
+    positions=call.positions,
+    valid=call.valid,
+    hidden=hidden,
+  )
+
+
+def _in_window(policy: Policy, config: CacheConfig, call: Call, positions: jax.Array):
+  """What the newest token sees of keys at positions i32[B, K, M, C]: bool of that shape.
+
+  Distances are those that the attention sees: inside the cache, where the policy says so.
+  """
+  if config.window_tokens is None:
+    return True
+  lengths = call.lengths[:, None, None, None]
+  rule = policy.cache_positions or (lambda positions, lengths: positions)
+  return rule(lengths - 1, lengths) - rule(positions, lengths) < config.window_tokens
 
 
 def _by_position_rule(policy: Policy, rotate: Rotate, call: Call, q, k):

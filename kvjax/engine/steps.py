@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -76,6 +77,7 @@ def prepare(
       f"policy {policy.name!r} was made for pages of {policy.page_size} tokens and the cache has "
       f"pages of {cache_config.page_size}; give both the same page_size"
     )
+  cache_config = _windowed(model, policy, cache_config, chunk_tokens)
   plan = policy.register(model.config, cache_config)[0]
   decode_config = chosen.decode_config(cache_config, policy)
   runner = Runner(
@@ -93,6 +95,24 @@ def prepare(
   return runner._replace(
     prefill_bytes=cache_bytes(abstract),
     decode_bytes=cache_bytes(jax.eval_shape(partial(_seal, runner), abstract)),
+  )
+
+
+def _windowed(
+  model: Model, policy: Policy, cache_config: CacheConfig, chunk_tokens: int
+) -> CacheConfig:
+  """The cache's config with the model's window, and a ring of slots where that is shorter.
+
+  The ring has room for the window of every token of a prefill chunk, in whole chunks. A policy
+  with positions inside the cache (StreamingLLM) sees tokens that the model's window has passed.
+  """
+  window = model.config.window_tokens
+  if window is None:
+    return cache_config
+  ring = -(-(window - 1) // chunk_tokens) * chunk_tokens + chunk_tokens
+  shorter = ring < cache_config.capacity_tokens and policy.cache_positions is None
+  return dataclasses.replace(
+    cache_config, window_tokens=window, ring_tokens=ring if shorter else None
   )
 
 
@@ -120,7 +140,9 @@ def _prefill(
   offsets = jnp.arange(s, dtype=jnp.int32)[None]
   positions = jnp.broadcast_to(start + offsets, tokens.shape)
   call = Call(positions, offsets < counts[:, None], cache.lengths + counts)
-  attend = prefill_attend(runner.policy, runner.plan, runner.model.rotate, call)
+  attend = prefill_attend(
+    runner.policy, runner.plan, runner.model.rotate, runner.prefill_config, call
+  )
   x, cache = runner.model.forward(params, tokens, positions, cache, attend)
   newest = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
   last = jnp.where((counts > 0)[:, None], newest, last)
@@ -132,7 +154,15 @@ def _decode(
 ) -> tuple[jax.Array, KVCache]:
   positions = cache.lengths[:, None]
   call = Call(positions, jnp.ones_like(positions, bool), cache.lengths + 1)
-  attend = decode_attend(runner.policy, runner.store, runner.plan, runner.model.rotate, call, watch)
+  attend = decode_attend(
+    runner.policy,
+    runner.store,
+    runner.plan,
+    runner.model.rotate,
+    runner.decode_config,
+    call,
+    watch,
+  )
   x, cache = runner.model.forward(params, tokens[:, None], positions, cache, attend)
   logits = runner.model.unembed(params, x[:, 0])
   return logits, _advance(cache, 1, _decode_limit(runner))

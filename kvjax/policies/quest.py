@@ -81,10 +81,11 @@ def quest(
     q = inputs.q.reshape(b, inputs.k.shape[2], -1, d)
     heads = h if group == "none" else q.shape[1]
     total = sum(segment.shape[-1] for segment in bounds)
+    there = _pages_there(inputs, total, page_size)
     if total <= width:
-      return _all_pages(num_pages, heads, total), state
+      return _all_pages(there, heads), state
     scores = page_scores(q, bounds, num_pages.max())
-    pages, mask = _best(_combine(scores, num_pages, group), num_pages, width, force_last)
+    pages, mask = _best(_combine(scores, there, group), num_pages, width, force_last)
     # In the order of the pool, which memory likes better than the order of the scores.
     pages, mask = jax.lax.sort((pages, mask), num_keys=1)
     return Selection(pages, mask[..., None]), state
@@ -117,16 +118,22 @@ def _bounds_of_chunk(bounds, inputs: Inputs, page_size: int):
   return write_chunk(bounds, chunk, start, valid[:, 0].any(axis=-1), axis=3)
 
 
-def _all_pages(num_pages: jax.Array, heads: int, total: int) -> Selection:
-  shape = (num_pages.shape[0], heads, total)
-  pages = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), shape)
-  return Selection(pages, (pages < num_pages[:, None, None])[..., None])
+def _pages_there(inputs: Inputs, total: int, page_size: int) -> jax.Array:
+  """bool[B, 1, P]: pages with a token that the newest one may see."""
+  starts = jnp.arange(total)[None] * page_size
+  seen = (starts < inputs.lengths[:, None]) & (starts + page_size > inputs.first[:, None])
+  return seen[:, None]
 
 
-def _combine(scores: jax.Array, num_pages: jax.Array, group: str) -> jax.Array:
+def _all_pages(there: jax.Array, heads: int) -> Selection:
+  b, _, total = there.shape
+  pages = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (b, heads, total))
+  return Selection(pages, jnp.broadcast_to(there, pages.shape)[..., None])
+
+
+def _combine(scores: jax.Array, there: jax.Array, group: str) -> jax.Array:
   """f32[B, K, G, P] -> f32[B, K, P], or [B, H, P] for "none"; -inf for pages a row lacks."""
   b, k, g, p = scores.shape
-  there = (jnp.arange(p)[None] < num_pages[:, None])[:, None]  # [B, 1, P]
   if group == "none":
     combined = scores.reshape(b, k * g, p)
   elif group == "sum_probs":

@@ -73,7 +73,7 @@ def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
   """
   state, keys, values, remembered = cache.policy_state, [], [], []
   for row in range(cache.table.shape[0]):
-    selection, state = policy.select(state, _after_prefill(cache, row))
+    selection, state = policy.select(state, _after_prefill(cache, row, cache_config))
     kept, cache = resident.recall(cache, row, selection, cache.lengths)
     k, v, positions = _first_slots(cache, kept, cache_config)
     keys, values, remembered = [*keys, k], [*values, v], [*remembered, positions]
@@ -83,19 +83,14 @@ def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
   return cache.replace(pools=pools, table=table, policy_state=state, store_state=tuple(remembered))
 
 
-def _after_prefill(cache: KVCache, row: int) -> Inputs:
+def _after_prefill(cache: KVCache, row: int, cache_config: CacheConfig) -> Inputs:
   """What a policy sees when it decides what is kept: which slots there are, and its own state."""
   return Inputs(
     layer=-1,
     row=row,
-    q=None,
-    k=None,
-    v=None,
-    positions=None,
-    valid=None,
     lengths=cache.lengths,
+    first=cache_config.first_seen(cache.lengths),
     slot_positions=resident.slot_positions(cache, row, cache.lengths),
-    hidden=None,
   )
 
 

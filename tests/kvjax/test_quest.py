@@ -20,7 +20,8 @@ MODEL, PARAMS = matrix.tiny_model(matrix.Shape(K, G, D))
 
 def _inputs(q, k, lengths, **changes):
   none = dict.fromkeys(Inputs._fields)
-  return Inputs(**none | {"layer": 2, "row": 0, "q": q, "k": k, "lengths": lengths} | changes)
+  own = {"layer": 2, "row": 0, "q": q, "k": k, "lengths": lengths, "first": 0 * lengths}
+  return Inputs(**none | own | changes)
 
 
 def _normal(seed, shape):
@@ -210,3 +211,17 @@ def test_selected_pages_names_only_pages_with_tokens_when_the_budget_holds_all()
   pages = selected_pages(runner, params, out.cache, [1, 1])
   for named in pages.values():
     assert (np.asarray(named) >= 0).sum(axis=-1).tolist() == [[3, 3], [1, 1]]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_pages_that_have_left_the_window_are_not_chosen(group):
+  policy = make_policy("quest", budget_tokens=64, group=group)
+  keys, lengths = _normal(0, (B, 160, K, D)), jnp.array([160, 130])
+  state = _filled(policy, keys, lengths, 16)
+  first = jnp.array([100, 64])  # pages 6 and 4 are the first with a token in sight
+  inputs = _inputs(_normal(1, (B, 1, K * G, D)), keys[:, -1:], lengths, first=first)
+  selection, _ = policy.select(state, inputs)
+  pages = np.where(selection.mask[..., 0], selection.pages, -1)
+  for row, (low, high) in enumerate([(6, 9), (4, 8)]):
+    kept = [set(head[head >= 0].tolist()) for head in pages[row]]
+    assert all(len(head) == 4 and low <= min(head) and max(head) <= high for head in kept), kept

@@ -14,6 +14,7 @@ from pallas_kernels import selected_decode_attention as selected
 from pallas_kernels import softmax
 from pallas_kernels.prefill_attention import (
   PastBlocks,
+  first_block,
   prefill_attention,
   prefill_attention_reference,
 )
@@ -196,7 +197,7 @@ def test_prefill(heads, blocks, dtype):
       keys, values = jax.lax.dynamic_slice_in_dim(held, i * t, t, axis=2)
       return keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
 
-    past.append(PastBlocks(jnp.int32(count), read))
+    past.append(PastBlocks(0, jnp.int32(count), read))
     at += count
   found = jax.jit(lambda q, k, v: prefill_attention(q, k, v, past))(q, *new)
   _close(found, prefill_attention_reference(q, *new, *old), dtype)
@@ -208,6 +209,45 @@ def test_prefill_sees_no_later_token():
   after = prefill_attention(q, k.at[:, 5:].set(9.0), v.at[:, 5:].set(9.0), [])
   np.testing.assert_array_equal(before[:, :5], after[:, :5])
   assert np.abs(before[:, 5:] - after[:, 5:]).min() > 0
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 20, 24, 100])
+def test_prefill_through_a_window(window):
+  s, t = 8, 8
+  q, k, v = (_normal(i, (2, s, 4, 16), "float32") for i in range(3))
+  old = _normal(3, (2, 2, 3 * t, 4, 16), "float32")
+  first = first_block(jnp.int32(3 * t), t, window)
+  assert (first + 1) * t > 3 * t - window + 1 >= first * t or first == 0
+  unread = jnp.arange(3 * t) < first * t
+  held = jnp.where(unread[None, None, :, None, None], jnp.nan, old)
+
+  def read(i):
+    keys, values = jax.lax.dynamic_slice_in_dim(held, i * t, t, axis=2)
+    return keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
+
+  blocks = PastBlocks(first, jnp.int32(3), read)
+  found = prefill_attention(q, k, v, [blocks], start=jnp.int32(3 * t), window=window)
+  _close(found, prefill_attention_reference(q, k, v, *old, window=window), "float32")
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 24])
+@pytest.mark.parametrize("form", [contiguous._by_segments, contiguous._by_blocks])
+def test_contiguous_through_a_window_over_a_ring(window, form):
+  slots, lengths = 24, jnp.array([0, 3, 23, 24, 25, 47, 48, 100])
+  q, k, v = _normal(0, (8, 2, 3, 16), "float32"), *_normal(1, (2, 8, 2, 100, 16), "float32")
+  # Each token in its slot, the newest of a slot wins; the reference sees the tokens in order.
+  position = lengths[:, None] - 1 - (lengths[:, None] - 1 - jnp.arange(slots)[None]) % slots
+  ring = [jnp.take_along_axis(x, position.clip(0)[:, None, :, None], axis=2) for x in (k, v)]
+  unused = (position < 0) | (position < lengths[:, None] - window)
+  ring = [jnp.where(unused[:, None, :, None], jnp.nan, x) for x in ring]
+  found = form(q * 16**-0.5, [ring[0].swapaxes(2, 3)], [ring[1]], lengths, window)
+  visible = jnp.arange(100)[None] >= lengths[:, None] - window
+  visible &= jnp.arange(100)[None] < lengths[:, None]
+  scores = jnp.einsum("bkgd,bktd->bkgt", q, k) / 4
+  weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -1e9), axis=-1)
+  expected = jnp.einsum("bkgt,bktd->bkgd", weights, v)
+  expected = jnp.where((lengths > 0)[:, None, None, None], expected, 0.0)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_merge_in_any_cut():

@@ -1,0 +1,183 @@
+"""Models that see only a window (Mistral 7B v0.1): the same laws, and rings of slots.
+
+The window is shorter than the prompts and no multiple of anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import CacheConfig, make_policy, prepare
+from kvjax.engine import steps
+from models import build
+from tests.kvjax import masked, matrix
+from tests.kvjax.matrix import LENGTHS, NUM_STEPS, PAGE, ROWS, SHAPES
+
+WINDOW, CHUNK = 50, 64
+RING = 128  # of whole chunks: the window of the first token of a chunk, and the chunk
+SHAPE = SHAPES[0]
+FULL = 1024
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+ENTRIES = matrix.entries()
+HARSH = [entry for entry in ENTRIES if entry.setting == "harsh"]
+every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
+every_harsh_entry = pytest.mark.parametrize("entry", HARSH, ids=str)
+
+
+@cache
+def tiny_model(window: int | None = WINDOW):
+  config, params = matrix.tiny_model(SHAPE)[0].config, matrix.tiny_model(SHAPE)[1]
+  return build(dataclasses.replace(config, family="mistral", window_tokens=window)), params
+
+
+@cache
+def runner_of(entry, *, window=WINDOW, capacity=160, chunk=CHUNK, budget=None, batch=4):
+  options = matrix.SETTINGS[entry.policy][entry.setting]
+  policy = make_policy(entry.policy, **options | ({"budget_tokens": budget} if budget else {}))
+  config = CacheConfig(batch, capacity, PAGE)
+  return prepare(tiny_model(window)[0], policy, entry.store, config, chunk_tokens=chunk)
+
+
+@cache
+def base_run(entry) -> matrix.Run:
+  return matrix.teacher_forced(runner_of(entry), tiny_model()[1], ROWS, LENGTHS)
+
+
+def windowed(masks, positions=None):
+  """Masks bool[B, H, S, S] cut to the window, by distance of positions (queries, keys) if given."""
+  total = masks[0].shape[-1]
+  if positions is None:
+    age = np.arange(total)[:, None] - np.arange(total)[None]
+  else:
+    age = (positions[0][..., None] - positions[1])[:, None]
+  return [mask & (age < WINDOW) for mask in masks]
+
+
+@every_entry
+def test_masked_dense_attention_equals_the_method(entry):
+  """The window hides what a policy selected beyond it, at the distances that attention sees."""
+  model, params = tiny_model()
+  run, total = base_run(entry), max(map(len, ROWS))
+  positions = masked.true_positions(len(LENGTHS), total)
+  if runner_of(entry).policy.cache_positions is not None:
+    (seen, *_) = run.attended.values()
+    positions = masked.cache_positions(LENGTHS, total, seen[:, :, 0])
+  visible = windowed(masked.visibility(model.config, LENGTHS, total, run.attended), positions)
+  found = masked.logits(model, params, matrix.padded(ROWS), visible, *positions)
+  np.testing.assert_allclose(run.logits, matrix.aligned(found, LENGTHS, NUM_STEPS), **TOLERANCE)
+
+
+@every_harsh_entry
+def test_full_budget_equals_dense_within_the_window(entry):
+  model, params = tiny_model()
+  runner = runner_of(entry, budget=FULL)
+  run = matrix.teacher_forced(runner, params, ROWS, LENGTHS)
+  total = max(map(len, ROWS))
+  visible = windowed(masked.visibility(model.config, LENGTHS, total, {}))
+  positions = masked.true_positions(len(LENGTHS), total)
+  found = masked.logits(model, params, matrix.padded(ROWS), visible, *positions)
+  np.testing.assert_allclose(run.logits, matrix.aligned(found, LENGTHS, NUM_STEPS), **TOLERANCE)
+  unbounded = matrix.teacher_forced(
+    runner_of(entry, window=None, budget=FULL), params, ROWS, LENGTHS
+  )
+  long = np.array(LENGTHS) > WINDOW
+  assert np.abs(run.logits - unbounded.logits)[:, long].max(axis=-1).min() > 1e-4
+
+
+@every_harsh_entry
+@pytest.mark.parametrize("change", [{"capacity": 130}, {"capacity": 640}, {"chunk": 128}], ids=str)
+def test_rings_chunks_and_capacity_do_not_matter(entry, change):
+  lengths = (100, 30, 110, 1)  # which fit the smallest capacity
+  rows = [row[: length + NUM_STEPS] for row, length in zip(ROWS, lengths, strict=True)]
+  runs = [
+    matrix.teacher_forced(runner_of(entry, **options), tiny_model()[1], rows, lengths).logits
+    for options in ({}, change)
+  ]
+  np.testing.assert_allclose(*runs, **TOLERANCE)
+
+
+@every_harsh_entry
+def test_a_row_alone_equals_the_row_in_a_batch(entry):
+  for row in (1, 3):
+    alone = matrix.teacher_forced(
+      runner_of(entry, batch=1), tiny_model()[1], ROWS[row : row + 1], LENGTHS[row : row + 1]
+    )
+    np.testing.assert_allclose(alone.logits[:, 0], base_run(entry).logits[:, row], **TOLERANCE)
+
+
+@every_entry
+def test_bytes_follow_the_window_and_not_the_capacity(entry):
+  small, large = (runner_of(entry, capacity=capacity) for capacity in (320, 640))
+  ring = small.prefill_config.ring_tokens
+  if small.policy.cache_positions is not None:
+    assert ring is None  # it sees its sinks however far away they are
+    return
+  config, rows = small.model.config, len(LENGTHS)
+  token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+  assert ring == RING
+  assert small.prefill_bytes.keys_values == large.prefill_bytes.keys_values == rows * RING * token
+  assert runner_of(entry, capacity=128).prefill_config.ring_tokens is None  # no shorter
+
+
+@every_harsh_entry
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+def test_what_has_left_the_window_may_be_anything(entry, value, monkeypatch):
+  """Slots that no token in sight owns are poisoned, before prefill and before every step."""
+  runner, empty_cache = runner_of(entry), steps.empty_cache
+
+  def poisoned(runner):
+    cache = empty_cache(runner)
+    return jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, cache)
+
+  monkeypatch.setattr(steps, "empty_cache", poisoned)
+  between = jax.jit(partial(poison_out_of_sight, runner, value))
+  run = matrix.teacher_forced(runner, tiny_model()[1], ROWS, LENGTHS, between)
+  np.testing.assert_allclose(run.logits, base_run(entry).logits, **TOLERANCE)
+
+
+def poison_out_of_sight(runner, value, cache):
+  """The cache with value in every slot whose token the next one will not see."""
+  config, lengths = runner.decode_config, cache.lengths[:, None]
+
+  def hidden_slots(total):  # bool[B, total]: of a layer whose position p lies in slot p % total
+    newest = lengths - 1 - (lengths - 1 - jnp.arange(total)[None]) % total
+    return (newest < 0) | (newest < lengths + 1 - WINDOW)
+
+  def poison(layer):
+    if layer is None:
+      return None
+    out = hidden_slots(layer.values[0].shape[2])
+    return layer._replace(
+      keys=(jnp.where(out[:, None, None], value, layer.keys[0]),),
+      values=(jnp.where(out[:, None, :, None], value, layer.values[0]),),
+    )
+
+  cache = cache.replace(contiguous=tuple(map(poison, cache.contiguous)))
+  if config.ring_tokens is None or cache.pools is None or runner.store.drops:
+    return cache  # laws about the slots of other tables are those of test_laws.py
+  owned = config.ring_tokens // PAGE
+  out = hidden_slots(config.ring_tokens).reshape(len(LENGTHS), 1, owned, PAGE)
+  pools = cache.pools
+  for table in cache.table:
+    pages = table[:, :, :owned]
+    pools = pools._replace(
+      keys=pools.keys.at[pages].set(jnp.where(out[..., None, :], value, pools.keys[pages])),
+      values=pools.values.at[pages].set(jnp.where(out[..., None], value, pools.values[pages])),
+    )
+  return cache.replace(pools=pools)
+
+
+def test_a_second_step_compiles_nothing_when_the_ring_turns():
+  entry = next(e for e in ENTRIES if e.policy == "dense")
+  runner = runner_of(entry, capacity=320)
+  rows = [list(range(1, 150))] * len(LENGTHS)
+  matrix.teacher_forced(runner, tiny_model()[1], rows, (100,) * len(LENGTHS))
+  size = matrix.spied_step._cache_size()
+  matrix.teacher_forced(runner, tiny_model()[1], rows, (120,) * len(LENGTHS))
+  assert matrix.spied_step._cache_size() == size
