@@ -18,6 +18,7 @@ import pytest
 from eval import floor, run_throughput
 from kvjax import CacheConfig, generate, prepare
 from models import load
+from models.memory import params_bytes
 from scripts import bench_peers, peer_worker
 from tests.models import tiny
 
@@ -155,7 +156,7 @@ def test_floor_bytes_by_hand():
 
 def test_params_are_counted_exactly():
   loaded = load(MODEL)
-  assert floor.params_bytes(loaded.params) == 4 * sum(
+  assert params_bytes(loaded.params) == 4 * sum(
     leaf.size for leaf in jax.tree.leaves(loaded.params)
   )
 
