@@ -124,7 +124,7 @@ def card(
 language model: it recalls facts that stand anywhere in its context when attention is dense, and
 cannot when their keys and values are gone, so it shows what a cache policy loses.
 
-    python -m scripts.generate --model=models/small/{loaded.name} --nochat --policy=dense --prompt_file=F
+    python -m scripts.generate --model=models/small/{loaded.name} --nochat --prompt_file=FILE
 
 ## Text
 
