@@ -4,8 +4,8 @@
     python -m scripts.bench_families --prompt_tokens=4096 --policy=quest --budget_tokens=1024
 
 The families share their blocks, so none should be slower than its bytes say. Random weights; all
-families stay in memory and decode in turn, a few steps each round, so that other work on the machine
-falls on all of them alike. OPT has as many KV heads as query heads, three times SmolLM2's, so its
+families stay in memory and decode in turn, a few steps each round, so that other work on the
+machine falls on all of them alike. OPT has as many KV heads as query heads, three times SmolLM2's, so its
 attention reads three times as much; a short prompt keeps that out of the comparison.
 """
 
@@ -17,7 +17,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from absl import flags
 from tqdm import tqdm
 
@@ -106,7 +106,7 @@ def _new_tokens(args: flags.FlagValues) -> int:
 def _start(family: str, runner: Runner, prompts: list[list[int]]) -> Case:
   params = runner.model.init(jax.random.key(0), "float32")
   cache = prefill(runner, params, prompts)[1]
-  case = Case(family, runner, params, cache, np.zeros(len(prompts), np.int32), [])
+  case = Case(family, runner, params, cache, jnp.zeros(len(prompts), jnp.int32), [])
   return _steps(case, WARM_UP_STEPS)._replace(step_s=[])
 
 

@@ -19,11 +19,11 @@ def slot_positions(cache: KVCache, row: int, lengths: jax.Array) -> jax.Array:
   return jnp.broadcast_to(positions[:, None], (b, k, slots.shape[0]))
 
 
-def place(cache: KVCache, row: int, positions: jax.Array, victims) -> jax.Array:
+def place(cache: KVCache, row: int, positions: jax.Array, victims) -> tuple[jax.Array, KVCache]:
   """i32[B, K]: a token's slot is its position."""
   del row, victims
   b, k = cache.table.shape[1:3]
-  return jnp.broadcast_to(positions[:, None], (b, k))
+  return jnp.broadcast_to(positions[:, None], (b, k)), cache
 
 
 def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:
@@ -42,10 +42,16 @@ def recall(
   cache: KVCache, row: int, ticket: Selection, lengths: jax.Array
 ) -> tuple[Recalled, KVCache]:
   """Page ids out of the table, and the mask cut to the slots that hold a token."""
-  page_size = cache.pools.page_size
-  slots = ticket.pages[..., None] * page_size + jnp.arange(page_size)[None, None, None]
-  mask = ticket.mask & (slots < lengths[:, None, None, None])
-  return Recalled(page_ids(cache.table[row], ticket.pages), mask, slots), cache
+  positions = slots_of(ticket, cache.pools.page_size)
+  mask = ticket.mask & (positions < lengths[:, None, None, None])
+  return Recalled(page_ids(cache.table[row], ticket.pages), mask, positions, ticket.slots), cache
+
+
+def slots_of(selection: Selection, page_size: int) -> jax.Array:
+  """Slots of a row that a selection names: i32[B, K, M, C], or [B, K, M, 1] of single ones."""
+  within = selection.slots
+  inside = jnp.arange(page_size)[None, None, None] if within is None else within[..., None]
+  return selection.pages[..., None] * page_size + inside
 
 
 def page_ids(table: jax.Array, pages: jax.Array) -> jax.Array:
