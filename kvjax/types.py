@@ -179,8 +179,8 @@ class Policy(NamedTuple):
     keep: `keep(state, inputs) -> bool[B, K, T], state`, asked once after prefill: which slots
       survive, at most `keeps` of them. None for a policy that drops nothing. (This and the two
       below are not among OPKV's callbacks, whose sparsity is recallable by definition.)
-    keeps: `keeps(row, rows, heads, capacity) -> int[K]`, tokens that each KV head of selecting layer
-      `row` of `rows` holds at most, those of decode included. None for budget_tokens everywhere.
+    keeps: `keeps(row, rows, heads, capacity) -> int[K]`, tokens that each KV head of the selecting
+      layer `row` of `rows` holds at most, those of decode included. None for budget_tokens.
     evict: `evict(state, inputs) -> i32[B, K]`, the slot that the new token takes where a row is
       full, one with a position that is not negative. None where decode drops nothing.
     cache_positions: `cache_positions(positions, lengths i32[B, 1, ...]) -> positions`, the position

@@ -5,8 +5,8 @@
 
 The families share their blocks, so none should be slower than its bytes say. Random weights; all
 families stay in memory and decode in turn, a few steps each round, so that other work on the
-machine falls on all of them alike. OPT has as many KV heads as query heads, three times SmolLM2's, so its
-attention reads three times as much; a short prompt keeps that out of the comparison.
+machine falls on all of them alike. OPT has as many KV heads as query heads, three times SmolLM2's,
+so its attention reads three times as much; a short prompt keeps that out of the comparison.
 """
 
 from __future__ import annotations
