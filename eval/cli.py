@@ -56,7 +56,8 @@ def define_model_flag() -> None:
   flags.DEFINE_string(
     "model",
     "smollm2-135m",
-    "smollm2-135m (fetched once), a .gguf file, a folder with safetensors, or random:NAME.",
+    "smollm2-135m (fetched once), a .gguf file, a folder with safetensors or one that "
+    "scripts.convert_checkpoint wrote, or random:NAME.",
   )
 
 

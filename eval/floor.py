@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.config import ModelConfig
-from kvjax.types import Params
 
 QUEST_DENSE_LAYERS = 2
 _ITEM_BYTES = 4  # weights, keys, values and bounds are f32 here
@@ -54,11 +53,6 @@ def read_bandwidth(repeats: int = 5) -> float:
   """Best of several reads of 1 GB on the default device, in bytes/s."""
   read = bandwidth_reader()
   return max(read() for _ in range(repeats))
-
-
-def params_bytes(params: Params) -> int:
-  """Bytes of a parameter tree."""
-  return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def floor_bytes(

@@ -30,7 +30,7 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli, texts
-from eval.floor import bandwidth_reader, floor_bytes, params_bytes
+from eval.floor import bandwidth_reader, floor_bytes
 from eval.results import (
   Row,
   append_row,
@@ -47,6 +47,7 @@ from kvjax.engine.generate import check_overflow, check_request
 from kvjax.engine.steps import next_token
 from kvjax.types import Params, Policy
 from models import Loaded, load
+from models.memory import params_bytes
 
 ROUND_STEPS = 4
 PLAN_COLUMNS = (

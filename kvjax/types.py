@@ -50,6 +50,21 @@ class Attend(Protocol):
   ) -> tuple[jax.Array, State]: ...
 
 
+class Axes(NamedTuple):
+  """Mesh axes over which the weights of a model are split; None where every device has them whole.
+
+  Attributes:
+    inner: splits H, K and F: a device has some of the heads and some of the feed-forward.
+    vocab: splits V: a device has some rows of the embedding and of the head.
+  """
+
+  inner: str | None = None
+  vocab: str | None = None
+
+
+WHOLE = Axes()
+
+
 class Model(NamedTuple):
   """What is computed: static config and pure functions.
 
@@ -63,6 +78,8 @@ class Model(NamedTuple):
       input of an earlier layer.
     unembed: `unembed(params, x f[B, E]) -> f32[B, V]`, the head.
     rotate: the position rule.
+    part: `part(config, axes) -> Model`, what one device of a mesh computes: the same model with the
+      heads, F and V that config leaves it, which meets the other parts over the axes.
   """
 
   config: ModelConfig
@@ -71,6 +88,7 @@ class Model(NamedTuple):
   query: Callable[[Params, int, jax.Array], jax.Array]
   unembed: Callable[[Params, jax.Array], jax.Array]
   rotate: Rotate
+  part: Callable[[ModelConfig, Axes], Model]
 
 
 class LayerPlan(NamedTuple):

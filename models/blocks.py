@@ -44,16 +44,23 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
   return (centred * inverse * scale + bias).astype(x.dtype)
 
 
-def linear(x: jax.Array, layer: Mapping[str, jax.Array], name: str) -> jax.Array:
-  """x f[..., in] @ layer[name] f[in, out], plus layer[name + "_bias"] f[out] where there is one."""
+def linear(
+  x: jax.Array, layer: Mapping[str, jax.Array], name: str, axis: str | None = None
+) -> jax.Array:
+  """x f[..., in] @ layer[name] f[in, out], plus layer[name + "_bias"] f[out] where there is one.
+
+  Where `in` is split over a mesh axis, the products are summed over it, and the bias comes after.
+  """
   out = x @ layer[name]
+  out = out if axis is None else jax.lax.psum(out, axis)
   bias = layer.get(f"{name}_bias")
   return out if bias is None else out + _along_last(bias, out)
 
 
-def swiglu(x: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
-  """Gated feed-forward of x f[..., E]: (silu(x gate) * (x up)) down."""
-  return linear(jax.nn.silu(linear(x, layer, "gate")) * linear(x, layer, "up"), layer, "down")
+def swiglu(x: jax.Array, layer: Mapping[str, jax.Array], axis: str | None = None) -> jax.Array:
+  """Gated feed-forward of x f[..., E]: (silu(x gate) * (x up)) down; axis, if any, splits F."""
+  gated = jax.nn.silu(linear(x, layer, "gate")) * linear(x, layer, "up")
+  return linear(gated, layer, "down", axis)
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
@@ -66,9 +73,25 @@ def merge_heads(x: jax.Array) -> jax.Array:
   return x.reshape(*x.shape[:2], -1)
 
 
-def vocabulary_product(x: jax.Array, head: jax.Array) -> jax.Array:
-  """Logits f32[B, V] of x f[B, E] and head f[V, E], summed in f32."""
-  return jnp.einsum("be,ve->bv", x, head, preferred_element_type=jnp.float32)
+def lookup(table: jax.Array, tokens: jax.Array, axis: str | None = None) -> jax.Array:
+  """f[B, S, E], the rows of table f[V, E] at tokens i32[B, S].
+
+  Where V is split over a mesh axis, one device has the row and the others add zeros.
+  """
+  if axis is None:
+    return table[tokens]
+  own = tokens - jax.lax.axis_index(axis) * table.shape[0]
+  own = jnp.where(own < 0, table.shape[0], own)  # a negative index would wrap around
+  return jax.lax.psum(table.at[own].get(mode="fill", fill_value=0), axis)
+
+
+def vocabulary_product(x: jax.Array, head: jax.Array, axis: str | None = None) -> jax.Array:
+  """Logits f32[B, V] of x f[B, E] and head f[V, E], summed in f32.
+
+  Where V is split over a mesh axis, every device gets the logits of all.
+  """
+  logits = jnp.einsum("be,ve->bv", x, head, preferred_element_type=jnp.float32)
+  return logits if axis is None else jax.lax.all_gather(logits, axis, axis=1, tiled=True)
 
 
 def random_matrix(

@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.config import ModelConfig
-from kvjax.types import Attend, Model, Params, State
+from kvjax.types import WHOLE, Attend, Axes, Model, Params, State
 from models.blocks import (
   linear,
+  lookup,
   merge_heads,
   random_matrices,
   random_matrix,
@@ -39,15 +40,19 @@ from models.blocks import (
 from models.rope import rotary
 
 
-def build(config: ModelConfig, *, qkv_bias: bool = False) -> Model:
-  """The model of this shape; qkv_bias says whether q, k and v have biases."""
+def build(config: ModelConfig, axes: Axes = WHOLE, *, qkv_bias: bool = False) -> Model:
+  """The model of this shape; qkv_bias says whether q, k and v have biases.
+
+  With axes it is the part of one device, and the shape that of its part.
+  """
   return Model(
     config=config,
     init=partial(init, config, qkv_bias=qkv_bias),
-    forward=partial(forward, config),
+    forward=partial(forward, config, axes=axes),
     query=partial(query, config),
-    unembed=unembed,
+    unembed=partial(unembed, axes=axes),
     rotate=rotary(config),
+    part=partial(build, qkv_bias=qkv_bias),
   )
 
 
@@ -75,6 +80,7 @@ def forward(
   positions: jax.Array,
   cache: State,
   attend: Attend,
+  axes: Axes = WHOLE,
 ) -> tuple[jax.Array, State]:
   """Embeddings, layers and the final norm.
 
@@ -85,21 +91,22 @@ def forward(
     positions: i32[B, S]; unused here, since `attend` turns queries and keys.
     cache: whatever `attend` threads through.
     attend: called once a layer with q f[B, S, H, D], k and v f[B, S, K, D], not yet rotated.
+    axes: mesh axes over which the weights are split.
 
   Returns:
     f[B, S, E] and the new cache.
   """
   del positions
-  x = params["embed"][tokens]
+  x = lookup(params["embed"], tokens, axes.vocab)
   for index, layer in enumerate(params["layers"]):
     hidden = rms_norm(x, layer["attn_norm"], config.norm_eps)
     q = split_heads(linear(hidden, layer, "q"), config.num_heads)
     k = split_heads(linear(hidden, layer, "k"), config.num_kv_heads)
     v = split_heads(linear(hidden, layer, "v"), config.num_kv_heads)
     out, cache = attend(index, q, k, v, cache, hidden)
-    x = x + linear(merge_heads(out), layer, "o")
+    x = x + linear(merge_heads(out), layer, "o", axes.inner)
     hidden = rms_norm(x, layer["mlp_norm"], config.norm_eps)
-    x = x + swiglu(hidden, layer)
+    x = x + swiglu(hidden, layer, axes.inner)
   return rms_norm(x, params["norm"], config.norm_eps), cache
 
 
@@ -108,9 +115,9 @@ def query(config: ModelConfig, params: Params, layer: int, hidden: jax.Array) ->
   return split_heads(linear(hidden, params["layers"][layer], "q"), config.num_heads)
 
 
-def unembed(params: Params, x: jax.Array) -> jax.Array:
+def unembed(params: Params, x: jax.Array, axes: Axes = WHOLE) -> jax.Array:
   """Logits f32[B, V] of x f[B, E], summed in f32."""
-  return vocabulary_product(x, params.get("head", params["embed"]))
+  return vocabulary_product(x, params.get("head", params["embed"]), axes.vocab)
 
 
 def _init_layer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import jax
 
@@ -33,3 +34,13 @@ def build(config: ModelConfig) -> Model:
 def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
   """The parameter tree of this shape as `jax.ShapeDtypeStruct`s; allocates nothing."""
   return jax.eval_shape(lambda: build(config).init(jax.random.key(0), dtype))
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+  """The leaves of a tree by their places in it."""
+  return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+  """The keys of a leaf as one string, such as "layers/3/q"."""
+  return jax.tree_util.keystr(keys, simple=True, separator="/")

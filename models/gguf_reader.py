@@ -1,7 +1,9 @@
-"""GGUF files of architecture `llama`, read with the PyPI package gguf and dequantized by numpy."""
+"""GGUF files of Llama (also Mistral and Yi) and Qwen2, read with the PyPI package gguf and
+dequantized by numpy."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,30 @@ import gguf
 import numpy as np
 
 from kvjax.config import ModelConfig
-from models.checkpoint import EMBED, HEAD, NORM, Checkpoint, layer_name, model_config
+from models import gguf_rope
+from models.checkpoint import Checkpoint, model_config
+from models.hub_config import stretched_tokens
 
-_TOP_NAMES = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
-_LAYER_NAMES = {
-  "attn_norm": "attn_norm",
-  "q": "attn_q",
-  "k": "attn_k",
-  "v": "attn_v",
-  "o": "attn_output",
-  "mlp_norm": "ffn_norm",
-  "gate": "ffn_gate",
-  "up": "ffn_up",
-  "down": "ffn_down",
+NAMES = {
+  "embed": "token_embd",
+  "norm": "output_norm",
+  "head": "output",
+  "attn_norm": "blk.{}.attn_norm",
+  "q": "blk.{}.attn_q",
+  "k": "blk.{}.attn_k",
+  "v": "blk.{}.attn_v",
+  "o": "blk.{}.attn_output",
+  "mlp_norm": "blk.{}.ffn_norm",
+  "gate": "blk.{}.ffn_gate",
+  "up": "blk.{}.ffn_up",
+  "down": "blk.{}.ffn_down",
 }
+"""What a file calls each parameter; see `models.checkpoint.Checkpoint.names`."""
+
+ROPE_DIVISORS = "rope_freqs.weight"
+_EMBED, _HEAD = (f"{NAMES[key]}.weight" for key in ("embed", "head"))
+_FAMILIES = ("llama", "qwen2")  # general.architecture; files of Mistral and Yi say llama
+_PERMUTED = ("llama",)  # whose rows of q and k are in another order
 
 
 class _PlainReader(gguf.GGUFReader):
@@ -74,56 +86,53 @@ def read(reader: gguf.GGUFReader, info: Mapping[str, Any], path: Path) -> Checkp
     path: the file, for messages.
 
   Raises:
-    ValueError: another architecture, a missing key, or a feature that is not supported yet.
+    ValueError: another architecture, a missing key, or a feature that is not supported.
   """
   tensors = {tensor.name: tensor for tensor in reader.tensors}
   config = _config(info, tensors, path)
-  to_file = _file_names(config)
-  from_file = {file_name: name for name, file_name in to_file.items()}
-  heads = {layer_name(index, "q"): config.num_heads for index in range(config.num_layers)}
-  heads |= {layer_name(index, "k"): config.num_kv_heads for index in range(config.num_layers)}
+  permuted = {}
+  if config.family in _PERMUTED:
+    permuted = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
 
   def read_tensor(name: str) -> np.ndarray:
-    tensor = tensors[to_file[name]]
-    try:
-      matrix = gguf.dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-      raise ValueError(
-        f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}, which the gguf package "
-        "cannot dequantize; use a file with another quantization"
-      ) from error
-    return unpermute(matrix, heads[name]) if name in heads else matrix
+    matrix = _dequantize(tensors[name], path)
+    heads = permuted.get(name.split(".")[-2])
+    return matrix if heads is None else unpermute(matrix, heads)
 
   shapes = {
-    from_file.get(name, name): tuple(int(size) for size in reversed(tensor.shape))
+    name: tuple(int(size) for size in reversed(tensor.shape))
     for name, tensor in tensors.items()
+    if name != ROPE_DIVISORS
   }
-  return Checkpoint(str(path), config, shapes, read_tensor, lambda name: to_file.get(name, name))
+  return Checkpoint(str(path), config, NAMES, shapes, read_tensor)
+
+
+def _dequantize(tensor: gguf.ReaderTensor, path: Path) -> np.ndarray:
+  try:
+    return gguf.dequantize(tensor.data, tensor.tensor_type)
+  except NotImplementedError as error:
+    raise ValueError(
+      f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}, which the gguf package "
+      "cannot dequantize; use a file with another quantization"
+    ) from error
 
 
 def unpermute(matrix: np.ndarray, heads: int) -> np.ndarray:
   """Rows of a q or k matrix [heads*D, E] from interleaved rotary pairs to the half-split layout.
 
-  Files of this architecture store component i of a head's first half at row 2i and component i of
+  Files of Llama store component i of a head's first half at row 2i and component i of
   its second half at row 2i + 1.
   """
   pairs = matrix.reshape(heads, -1, 2, matrix.shape[-1])
   return pairs.swapaxes(1, 2).reshape(matrix.shape)
 
 
-def _file_names(config: ModelConfig) -> dict[str, str]:
-  names = dict(_TOP_NAMES)
-  for index in range(config.num_layers):
-    for key, file_key in _LAYER_NAMES.items():
-      names[layer_name(index, key)] = f"blk.{index}.{file_key}.weight"
-  return names
-
-
 def _config(info: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> ModelConfig:
-  architecture = info.get("general.architecture")
-  if architecture != "llama":
-    raise ValueError(f"{path}: unknown architecture {architecture!r}, expected 'llama'")
-  model = {key.removeprefix("llama."): value for key, value in info.items()}
+  family = info.get("general.architecture")
+  if family not in _FAMILIES:
+    expected = " or ".join(map(repr, _FAMILIES))
+    raise ValueError(f"{path}: unknown architecture {family!r}, expected {expected}")
+  model = {key.removeprefix(f"{family}."): value for key, value in info.items()}
   required = (
     "block_count",
     "attention.head_count",
@@ -132,7 +141,7 @@ def _config(info: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> 
     "context_length",
     "attention.layer_norm_rms_epsilon",
   )
-  absent = [f"llama.{key}" for key in required if key not in model]
+  absent = [f"{family}.{key}" for key in required if key not in model]
   if absent:
     raise ValueError(f"{path}: metadata lacks {', '.join(absent)}; convert the model again")
   if isinstance(model.get("attention.head_count_kv"), list):
@@ -140,6 +149,7 @@ def _config(info: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> 
   heads = model["attention.head_count"]
   config = model_config(
     str(path),
+    family=family,
     head_dim=model.get("attention.key_length"),
     num_layers=model["block_count"],
     num_heads=heads,
@@ -150,10 +160,16 @@ def _config(info: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> 
     max_tokens=model["context_length"],
     rope_theta=model.get("rope.freq_base", 10_000.0),
     norm_eps=model["attention.layer_norm_rms_epsilon"],
-    tied_embeddings=_TOP_NAMES[HEAD] not in tensors,
+    tied_embeddings=_HEAD not in tensors,
   )
-  _refuse_unsupported(model, tensors, config.head_dim, path)
-  return config
+  _refuse_unsupported(model, config.head_dim, path)
+  scaling = gguf_rope.read_scaling(model, tensors.get(ROPE_DIVISORS), config, path)
+  return dataclasses.replace(
+    config,
+    rope_scaling=scaling,
+    max_tokens=stretched_tokens(config.max_tokens, scaling),
+    window_tokens=model.get("attention.sliding_window") or None,
+  )
 
 
 def _vocab_size(model: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> int:
@@ -161,20 +177,13 @@ def _vocab_size(model: Mapping[str, Any], tensors: Mapping[str, Any], path: Path
     return model["vocab_size"]
   if "tokenizer.ggml.tokens" in model:
     return len(model["tokenizer.ggml.tokens"])
-  embedding = tensors.get(_TOP_NAMES[EMBED])
-  if embedding is None:
-    raise ValueError(f"{path}: no vocabulary size in the metadata and no {_TOP_NAMES[EMBED]}")
-  return int(embedding.shape[-1])
+  if _EMBED not in tensors:
+    raise ValueError(f"{path}: no vocabulary size in the metadata and no {_EMBED}")
+  return int(tensors[_EMBED].shape[-1])
 
 
-def _refuse_unsupported(
-  model: Mapping[str, Any], tensors: Mapping[str, Any], head_dim: int, path: Path
-) -> None:
+def _refuse_unsupported(model: Mapping[str, Any], head_dim: int, path: Path) -> None:
   """Everything that would run and be wrong if it were ignored."""
-  scaling = model.get("rope.scaling.type", "none")
-  if scaling != "none" or "rope_freqs.weight" in tensors:
-    kind = scaling if scaling != "none" else "llama3 (rope_freqs.weight)"
-    raise ValueError(f"{path}: rope scaling {kind} is not supported yet, expected none")
   rotated = model.get("rope.dimension_count", head_dim)
   if rotated != head_dim:
     raise ValueError(f"{path}: {rotated} of {head_dim} dimensions are rotated, expected all")

@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.config import ModelConfig
-from kvjax.types import Attend, Model, Params, State
+from kvjax.types import WHOLE, Attend, Axes, Model, Params, State
 from models.blocks import (
   layer_norm,
   linear,
+  lookup,
   merge_heads,
   random_matrices,
   random_matrix,
@@ -66,8 +67,8 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def build(config: ModelConfig) -> Model:
-  """The OPT of this shape.
+def build(config: ModelConfig, axes: Axes = WHOLE) -> Model:
+  """The OPT of this shape; with axes the part of one device, and the shape that of its part.
 
   Raises:
     ValueError: the config has fewer KV heads than query heads.
@@ -79,10 +80,11 @@ def build(config: ModelConfig) -> Model:
   return Model(
     config=config,
     init=partial(init, config),
-    forward=partial(forward, config),
+    forward=partial(forward, config, axes=axes),
     query=partial(query, config),
-    unembed=unembed,
+    unembed=partial(unembed, axes=axes),
     rotate=lambda x, positions: x,
+    part=build,
   )
 
 
@@ -115,6 +117,7 @@ def forward(
   positions: jax.Array,
   cache: State,
   attend: Attend,
+  axes: Axes = WHOLE,
 ) -> tuple[jax.Array, State]:
   """Embeddings of tokens and positions, layers, and the final norm where there is one.
 
@@ -125,11 +128,12 @@ def forward(
     positions: i32[B, S], in [0, max_tokens); padding may lie beyond, and gets the last row.
     cache: whatever `attend` threads through.
     attend: called once a layer with q, k and v f[B, S, H, D].
+    axes: mesh axes over which the weights are split.
 
   Returns:
     f[B, S, E] and the new cache.
   """
-  x = params["embed"][tokens]
+  x = lookup(params["embed"], tokens, axes.vocab)
   if "project_in" in params:
     x = linear(x, params, "project_in")
   x = x + params["positions"].at[positions + POSITION_OFFSET].get(mode="clip")
@@ -138,10 +142,10 @@ def forward(
     hidden = x if config.norm_last else _apply_norm(config, x, layer, "attn_norm")
     q, k, v = (split_heads(linear(hidden, layer, name), heads) for name in "qkv")
     out, cache = attend(index, q, k, v, cache, hidden)
-    x = x + linear(merge_heads(out), layer, "o")
+    x = x + linear(merge_heads(out), layer, "o", axes.inner)
     x = _apply_norm(config, x, layer, "attn_norm") if config.norm_last else x
     hidden = x if config.norm_last else _apply_norm(config, x, layer, "mlp_norm")
-    x = x + linear(jax.nn.relu(linear(hidden, layer, "up")), layer, "down")
+    x = x + linear(jax.nn.relu(linear(hidden, layer, "up")), layer, "down", axes.inner)
     x = _apply_norm(config, x, layer, "mlp_norm") if config.norm_last else x
   return (x if config.norm_last else _apply_norm(config, x, params, "norm")), cache
 
@@ -151,11 +155,11 @@ def query(config: ModelConfig, params: Params, layer: int, hidden: jax.Array) ->
   return split_heads(linear(hidden, params["layers"][layer], "q"), config.num_heads)
 
 
-def unembed(params: Params, x: jax.Array) -> jax.Array:
+def unembed(params: Params, x: jax.Array, axes: Axes = WHOLE) -> jax.Array:
   """Logits f32[B, V] of x f[B, E], summed in f32."""
   if "project_out" in params:
     x = linear(x, params, "project_out")
-  return vocabulary_product(x, params.get("head", params["embed"]))
+  return vocabulary_product(x, params.get("head", params["embed"]), axes.vocab)
 
 
 def _apply_norm(config: ModelConfig, x: jax.Array, tree: Params, name: str) -> jax.Array:
@@ -167,9 +171,9 @@ def _norm(name: str, size: int, dtype: str) -> dict[str, jax.Array]:
 
 
 def _init_layer(config: ModelConfig, key: jax.Array, dtype: str) -> dict[str, jax.Array]:
-  embed, ffn = config.embed_dim, config.ffn_dim
-  shapes = dict.fromkeys(("q", "k", "v", "o"), (embed, embed))
-  shapes |= {"up": (embed, ffn), "down": (ffn, embed)}
+  embed, ffn, heads = config.embed_dim, config.ffn_dim, config.num_heads * config.head_dim
+  shapes = dict.fromkeys(("q", "k", "v"), (embed, heads))
+  shapes |= {"o": (heads, embed), "up": (embed, ffn), "down": (ffn, embed)}
   layer = random_matrices(key, shapes, dtype)
   layer |= {f"{name}_bias": jnp.zeros(shape[1], dtype) for name, shape in shapes.items()}
   return layer | _norm("attn_norm", embed, dtype) | _norm("mlp_norm", embed, dtype)

@@ -1,4 +1,8 @@
-"""Qwen2 and Qwen2.5: Llama's layers with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama's layers with biases on queries, keys and values.
+
+The presets are the Instruct models; base models of 7B and more state a longer context (131,072) and
+two of them another epsilon.
+"""
 
 from __future__ import annotations
 

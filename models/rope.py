@@ -42,7 +42,7 @@ def rotary(config: ModelConfig) -> Rotate:
     `rotate(x f[B, S, heads, D], positions i32[B, S]) -> f[B, S, heads, D]` in the dtype of x.
   """
   scaling, head_dim = config.rope_scaling, config.head_dim
-  frequencies = _frequencies(config.rope_theta, head_dim, scaling).astype(np.float32)
+  frequencies = pair_frequencies(config.rope_theta, head_dim, scaling).astype(np.float32)
   length = _length(scaling)
 
   def rotate(x: jax.Array, positions: jax.Array, /) -> jax.Array:
@@ -59,8 +59,8 @@ def rotary(config: ModelConfig) -> Rotate:
   return rotate
 
 
-def _frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> np.ndarray:
-  """f64[D/2], radians a position."""
+def pair_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> np.ndarray:
+  """f64[D/2], radians a position; of dynamic, within the original context."""
   half = head_dim // 2
   plain = theta ** (-np.arange(half, dtype=np.float64) / half)
   if scaling.kind == "linear":

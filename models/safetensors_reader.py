@@ -10,12 +10,45 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.config import ModelConfig
-from models.checkpoint import Checkpoint, model_config
+from models.checkpoint import Checkpoint, tensor_name
+from models.hub_config import read_config
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
+_UNUSED = ".rotary_emb.inv_freq"  # rotary frequencies, which follow from the config
+
+_TOP = {"head": "lm_head"}
+_DECODER = _TOP | {
+  "embed": "model.embed_tokens",
+  "norm": "model.norm",
+  "attn_norm": "model.layers.{}.input_layernorm",
+  "q": "model.layers.{}.self_attn.q_proj",
+  "k": "model.layers.{}.self_attn.k_proj",
+  "v": "model.layers.{}.self_attn.v_proj",
+  "o": "model.layers.{}.self_attn.o_proj",
+  "mlp_norm": "model.layers.{}.post_attention_layernorm",
+  "gate": "model.layers.{}.mlp.gate_proj",
+  "up": "model.layers.{}.mlp.up_proj",
+  "down": "model.layers.{}.mlp.down_proj",
+}
+_OPT = _TOP | {
+  "embed": "model.decoder.embed_tokens",
+  "positions": "model.decoder.embed_positions",
+  "project_in": "model.decoder.project_in",
+  "project_out": "model.decoder.project_out",
+  "norm": "model.decoder.final_layer_norm",
+  "attn_norm": "model.decoder.layers.{}.self_attn_layer_norm",
+  "q": "model.decoder.layers.{}.self_attn.q_proj",
+  "k": "model.decoder.layers.{}.self_attn.k_proj",
+  "v": "model.decoder.layers.{}.self_attn.v_proj",
+  "o": "model.decoder.layers.{}.self_attn.out_proj",
+  "mlp_norm": "model.decoder.layers.{}.final_layer_norm",
+  "up": "model.decoder.layers.{}.fc1",
+  "down": "model.decoder.layers.{}.fc2",
+}
+NAMES = {"llama": _DECODER, "mistral": _DECODER, "yi": _DECODER, "qwen2": _DECODER, "opt": _OPT}
+"""What the hub calls each parameter of a family; see `Checkpoint.names`."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -41,7 +74,18 @@ def weight_files(folder: Path) -> list[Path]:
       f"{folder}: {len(absent)} of {len(files)} shards of {INDEX} are missing: "
       f"{', '.join(absent)}; download them"
     )
+  unnamed = [file.name for file in _same_split(files) if file not in files]
+  if unnamed:
+    raise ValueError(
+      f"{index} does not name {', '.join(unnamed)} beside it; download the index again"
+    )
   return files
+
+
+def _same_split(files: list[Path]) -> list[Path]:
+  """Files beside these that say they are of as many, as model-00001-of-00003.safetensors does."""
+  ends = {f"*{mark}{rest}" for _, mark, rest in (f.name.partition("-of-") for f in files) if mark}
+  return sorted(file for end in ends for file in files[0].parent.glob(end))
 
 
 def read(folder: Path) -> Checkpoint:
@@ -50,11 +94,12 @@ def read(folder: Path) -> Checkpoint:
   Raises:
     ValueError: another architecture, files missing or damaged, or a feature not supported yet.
   """
-  config = _config(read_json(folder / "config.json"), folder)
+  path = folder / "config.json"
+  config = read_config(read_json(path), path)
   shapes: dict[str, tuple[int, ...]] = {}
   holders: dict[str, Path] = {}
   for file in weight_files(folder):
-    found = _shapes(file)
+    found = {name: shape for name, shape in _shapes(file).items() if not name.endswith(_UNUSED)}
     shapes |= found
     holders |= dict.fromkeys(found, file)
 
@@ -62,7 +107,14 @@ def read(folder: Path) -> Checkpoint:
     with safe_open(holders[name], framework="numpy") as tensors:
       return tensors.get_tensor(name)
 
-  return Checkpoint(str(folder), config, shapes, read_tensor)
+  return Checkpoint(str(folder), config, _names(config.family, shapes), shapes, read_tensor)
+
+
+def _names(family: str, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+  """What this file calls each parameter: older files of OPT leave out the first "model."."""
+  names = NAMES[family]
+  bare = {key: name.removeprefix("model.") for key, name in names.items()}
+  return bare if tensor_name(bare, "embed") in shapes else names
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -99,58 +151,3 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
       f"{file}: dtypes other than {', '.join(_DTYPES)} are not supported: {', '.join(refused)}"
     )
   return shapes
-
-
-def _config(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
-  architectures = raw.get("architectures") or ["LlamaForCausalLM"]
-  if raw.get("model_type") != "llama" or "LlamaForCausalLM" not in architectures:
-    raise ValueError(
-      f"{folder}: unknown architecture {', '.join(architectures)} (model_type "
-      f"{raw.get('model_type')!r}), expected LlamaForCausalLM (model_type 'llama')"
-    )
-  required = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-  )
-  absent = [key for key in required if key not in raw]
-  if absent:
-    raise ValueError(f"{folder / 'config.json'} lacks {', '.join(absent)}; download it again")
-  heads = raw["num_attention_heads"]
-  return model_config(
-    str(folder / "config.json"),
-    head_dim=raw.get("head_dim"),
-    num_layers=raw["num_hidden_layers"],
-    num_heads=heads,
-    num_kv_heads=raw.get("num_key_value_heads") or heads,
-    embed_dim=raw["hidden_size"],
-    ffn_dim=raw["intermediate_size"],
-    vocab_size=raw["vocab_size"],
-    max_tokens=raw["max_position_embeddings"],
-    rope_theta=_rope_theta(raw, folder),
-    norm_eps=raw.get("rms_norm_eps", 1e-6),
-    tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-  )
-
-
-def _rope_theta(raw: Mapping[str, Any], folder: Path) -> Any:
-  """The base, after refusing what would run and be wrong if it were ignored.
-
-  Newer files hold `rope_parameters`; older ones `rope_scaling` with the base beside it.
-  """
-  rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-  if not isinstance(rope, dict):
-    raise ValueError(f"{folder / 'config.json'}: rope_scaling is {rope!r}, expected an object")
-  kind = rope.get("rope_type") or rope.get("type") or "default"
-  if kind != "default":
-    raise ValueError(f"{folder}: rope_scaling {kind!r} is not supported yet, expected none")
-  expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-  expected |= {"partial_rotary_factor": 1, "quantization_config": None}
-  for key, value in expected.items():
-    found = rope.get(key, raw.get(key, value))
-    if found != value:
-      raise ValueError(f"{folder}: {key} {found!r} is not supported, expected {value!r}")
-  return rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0

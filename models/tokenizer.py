@@ -8,20 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from models.chat_template import Message, render
 from models.safetensors_reader import read_json
 
-# GGUF names the splitting rule and does not describe it.
-_DIGITS_THEN_BYTES = ("smollm", "smollm2")
+# GGUF names the splitting rule and does not describe it. A rule is a pattern of words, or None for
+# single digits first and then the words of GPT-2.
+_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # contractions
+  r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"  # letters, with one other character before them
+  r"|\p{{N}}{digits}"
+  r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_RULES = {
+  "smollm": None,
+  "smollm2": None,
+  "qwen2": _WORDS.format(digits=""),
+  "llama-bpe": _WORDS.format(digits="{1,3}"),
+}
+_LLAMA3 = "llama-bpe"  # starts every text with its first token, and takes whole known words
 # token_type values of GGUF
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_BLANK = "\u2581"  # what SentencePiece writes for a space
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-  """Byte-level BPE of one model.
+  """BPE of one model, over bytes or as SentencePiece has it.
 
   Attributes:
     backend: the compiled vocabulary and merges.
@@ -89,21 +103,23 @@ def from_gguf(info: Mapping[str, Any], path: Path) -> Tokenizer | None:
   kind = info.get("tokenizer.ggml.model")
   if kind is None:
     return None
-  if kind != "gpt2":
-    raise ValueError(f"{path}: unknown tokenizer {kind!r}, expected 'gpt2' (byte-level BPE)")
-  rule = info.get("tokenizer.ggml.pre")
-  if rule not in _DIGITS_THEN_BYTES:
+  if kind == "llama":
+    backend, add_bos = _sentencepiece_bpe(info, path), True
+  elif kind == "gpt2":
+    rule = _rule(info, path)
+    backend, add_bos = _byte_level_bpe(info, rule, path), rule == _LLAMA3
+  else:
     raise ValueError(
-      f"{path}: unknown pre-tokenizer {rule!r}, expected one of {', '.join(_DIGITS_THEN_BYTES)}; "
-      "use the model's folder with tokenizer.json instead"
+      f"{path}: unknown tokenizer {kind!r}, expected 'gpt2' (byte-level BPE) or 'llama' "
+      "(SentencePiece BPE)"
     )
   eos_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
   stops = (info.get(f"tokenizer.ggml.{key}") for key in eos_keys)
   return Tokenizer(
-    backend=_byte_level_bpe(info, path),
+    backend=backend,
     bos_id=info.get("tokenizer.ggml.bos_token_id"),
     eos_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
-    add_bos=bool(info.get("tokenizer.ggml.add_bos_token", False)),
+    add_bos=bool(info.get("tokenizer.ggml.add_bos_token", add_bos)),
     chat_template=info.get("tokenizer.chat_template"),
   )
 
@@ -139,38 +155,107 @@ def from_folder(folder: Path) -> Tokenizer | None:
   )
 
 
-def _byte_level_bpe(info: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
-  tokens, merges = info.get("tokenizer.ggml.tokens"), info.get("tokenizer.ggml.merges")
-  if tokens is None or merges is None:
-    raise ValueError(f"{path}: metadata lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
-  types = info.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+def _rule(info: Mapping[str, Any], path: Path) -> str:
+  rule = info.get("tokenizer.ggml.pre")
+  if rule not in _RULES:
+    raise ValueError(
+      f"{path}: unknown pre-tokenizer {rule!r}, expected one of {', '.join(_RULES)}; "
+      "use the model's folder with tokenizer.json instead"
+    )
+  return str(rule)
+
+
+def _byte_level_bpe(info: Mapping[str, Any], rule: str, path: Path) -> tokenizers.Tokenizer:
+  tokens, merges = _lists(info, path, "tokens", "merges")
+  pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+  bpe = _bpe(tokens, pairs, path, ignore_merges=rule == _LLAMA3)
+  backend = tokenizers.Tokenizer(bpe)
+  if rule == "qwen2":
+    backend.normalizer = normalizers.NFC()
+  backend.pre_tokenizer = _splitter(_RULES[rule])
+  backend.decoder = decoders.ByteLevel()
+  return _with_added_tokens(backend, tokens, info, path)
+
+
+def _sentencepiece_bpe(info: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
+  """BPE whose next merge is the one that makes the token of the best score."""
+  tokens, scores = _lists(info, path, "tokens", "scores")
+  types = _types(info, tokens, path)
+  if len(scores) != len(tokens):
+    raise ValueError(
+      f"{path}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens; get the "
+      "file again"
+    )
+  known = set(tokens)
+  ranked = sorted(zip(scores, tokens, types, strict=True), key=lambda one: -one[0])
+  pairs = [
+    (token[:cut], token[cut:])
+    for _, token, kind in ranked
+    if kind == _NORMAL
+    for cut in range(1, len(token))
+    if token[:cut] in known and token[cut:] in known
+  ]
+  unknown = next(
+    (token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None
+  )
+  bpe = _bpe(tokens, pairs, path, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+  backend = tokenizers.Tokenizer(bpe)
+  blanks, strip = [normalizers.Replace(" ", _BLANK)], []
+  if info.get("tokenizer.ggml.add_space_prefix", True):
+    blanks, strip = [normalizers.Prepend(_BLANK), *blanks], [decoders.Strip(" ", 1, 0)]
+  backend.normalizer = normalizers.Sequence(blanks)
+  backend.decoder = decoders.Sequence(
+    [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+  )
+  return _with_added_tokens(backend, tokens, info, path)
+
+
+def _bpe(tokens: list[str], pairs: list[tuple[str, str]], path: Path, **options) -> models.BPE:
+  vocab = {token: index for index, token in enumerate(tokens)}
+  try:
+    return models.BPE(vocab=vocab, merges=pairs, **options)
+  except Exception as error:  # the library raises plain Exception
+    raise ValueError(f"{path}: vocabulary and merges do not fit together: {error}") from error
+
+
+def _lists(info: Mapping[str, Any], path: Path, *names: str) -> list[list[Any]]:
+  keys = [f"tokenizer.ggml.{name}" for name in names]
+  if any(info.get(key) is None for key in keys):
+    raise ValueError(f"{path}: metadata lacks {' or '.join(keys)}")
+  return [info[key] for key in keys]
+
+
+def _types(info: Mapping[str, Any], tokens: list[str], path: Path) -> list[int]:
+  types = info.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
   if len(types) != len(tokens):
     raise ValueError(
       f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; get "
       "the file again"
     )
-  vocab = {token: index for index, token in enumerate(tokens)}
-  pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-  try:
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
-  except Exception as error:  # the library raises plain Exception
-    raise ValueError(f"{path}: vocabulary and merges do not fit together: {error}") from error
-  backend.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Digits(individual_digits=True),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    ]
-  )
-  backend.decoder = decoders.ByteLevel()
-  named = list(zip(tokens, types, strict=True))
-  for special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
+  return types
+
+
+def _with_added_tokens(
+  backend: tokenizers.Tokenizer, tokens: list[str], info: Mapping[str, Any], path: Path
+) -> tokenizers.Tokenizer:
+  """The backend that takes special tokens, and those of the user, as one wherever they stand."""
+  named = list(zip(tokens, _types(info, tokens, path), strict=True))
+  for special, kinds in ((True, (_UNKNOWN, _CONTROL)), (False, (_USER_DEFINED,))):
     added = [
       tokenizers.AddedToken(token, special=special, normalized=False)
-      for token, token_type in named
-      if token_type == kind
+      for token, kind in named
+      if kind in kinds
     ]
     (backend.add_special_tokens if special else backend.add_tokens)(added)
   return backend
+
+
+def _splitter(pattern: str | None) -> pre_tokenizers.PreTokenizer:
+  first = pre_tokenizers.Digits(individual_digits=True)
+  if pattern is not None:
+    first = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+  to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+  return pre_tokenizers.Sequence([first, to_bytes])
 
 
 def _stop_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:

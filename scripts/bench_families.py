@@ -22,12 +22,12 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli
-from eval.floor import params_bytes
 from eval.results import device_kind, table
 from kvjax import CacheConfig, KVCache, ModelConfig, Runner, Sampling, make_policy, prepare
 from kvjax.engine.generate import check_request, prefill
 from kvjax.engine.steps import next_token
 from models import FAMILIES, PRESETS, build
+from models.memory import params_bytes
 
 SHAPE = "smollm2-135m"
 WARM_UP_STEPS, ROUND_STEPS = 3, 4

@@ -15,15 +15,26 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+import jax
 from absl import flags
 from tqdm import tqdm
 
 from eval import cli
-from eval.floor import params_bytes
 from eval.results import human_bytes, human_seconds, percentiles
-from kvjax import CacheConfig, Generation, Runner, Sampling, generate, make_policy, prepare
+from kvjax import (
+  CacheConfig,
+  Generation,
+  Runner,
+  Sampling,
+  generate,
+  make_mesh,
+  make_policy,
+  param_shardings,
+  prepare,
+)
 from kvjax.engine.generate import check_request
 from models import Loaded, Tokenizer, load
+from models.memory import params_bytes
 
 
 def define_flags() -> None:
@@ -36,6 +47,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to generate.", lower_bound=1)
   flags.DEFINE_float("temperature", 0.0, "0 takes the likeliest token.", lower_bound=0.0)
   flags.DEFINE_float("top_p", 1.0, "Samples from the smallest set of tokens of this probability.")
+  flags.DEFINE_integer("devices", 1, "Devices to split heads and weights over.", lower_bound=1)
   flags.DEFINE_integer("seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 
 
@@ -48,9 +60,13 @@ def main(args: flags.FlagValues) -> None:
   ids = encode(loaded, text, args.chat)
   capacity = len(ids) + args.max_new_tokens
   cache = CacheConfig(1, capacity, args.page_size, base_tokens=capacity)
-  runner = prepare(loaded.model, policy, args.store or policy.stores[0], cache)
+  mesh = make_mesh(model=args.devices) if args.devices > 1 else None
+  runner = prepare(loaded.model, policy, args.store or policy.stores[0], cache, mesh=mesh)
   check_request(runner, [ids], args.max_new_tokens)
   print(_plan(loaded, runner, len(ids), args.max_new_tokens), flush=True)
+  if mesh is not None:
+    placed = jax.device_put(loaded.params, param_shardings(loaded.model, mesh))
+    loaded = loaded._replace(params=placed)
   warm_up_s = _warm_up(runner, loaded, ids, sampling, args.max_new_tokens)
   with _progress_bar() as progress:
     result = generate(
@@ -124,12 +140,13 @@ def _plan(loaded: Loaded, runner: Runner, prompt_tokens: int, max_new_tokens: in
   kept, prefill = runner.decode_bytes, runner.prefill_bytes
   policy = runner.policy
   budget = "" if policy.budget_tokens is None else f" with {policy.budget_tokens:,} tokens"
+  each = "" if runner.mesh is None else f"each of {runner.mesh.size} "
   return (
     f"model   {loaded.name}, weights {human_bytes(params_bytes(loaded.params))}\n"
     f"tokens  {prompt_tokens:,} of prompt, up to {max_new_tokens:,} new\n"
     f"policy  {policy.name}{budget} on store {runner.store.name}\n"
-    f"device  {human_bytes(kept.total)}: keys and values {human_bytes(kept.keys_values)}, tables "
-    f"{human_bytes(kept.tables)}, metadata {human_bytes(kept.metadata)}; "
+    f"device  {each}{human_bytes(kept.total)}: keys and values {human_bytes(kept.keys_values)}, "
+    f"tables {human_bytes(kept.tables)}, metadata {human_bytes(kept.metadata)}; "
     f"{human_bytes(prefill.total)} while the prompt is read\n"
     "host    nothing"
   )

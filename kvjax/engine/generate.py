@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import KVCache
-from kvjax.engine import steps
+from kvjax.engine import sharded, steps
 from kvjax.engine.sampling import Sampling
+from kvjax.engine.sharded import to_host
 from kvjax.engine.steps import Runner
 from kvjax.types import Params
 
@@ -68,12 +69,13 @@ def generate(
     RuntimeError: a row outgrew its cache, which the checks before should have prevented.
   """
   check_request(runner, prompts, max_new_tokens)
+  check_placed(runner, params)
   progress = progress or (lambda phase, done, total: None)
   key = jnp.broadcast_to(jax.random.key(seed), (len(prompts),))
   begin = time.perf_counter()
   last, cache = prefill(runner, params, prompts, progress)
-  tokens = steps.first_token(runner, params, sampling, last, key, cache.lengths)
-  made = [np.asarray(tokens)]
+  tokens = steps.first_token(runner, sampling, params, last, key, cache.lengths)
+  made = [to_host(tokens)]
   ttft_s = time.perf_counter() - begin
   step_s: list[float] = []
   stop = np.array(sorted(stop_ids), np.int32)
@@ -82,7 +84,7 @@ def generate(
     progress("decode", len(made), max_new_tokens)
     begin = time.perf_counter()
     tokens, cache = steps.next_token(runner, sampling, params, cache, tokens, key)
-    made.append(np.asarray(tokens))
+    made.append(to_host(tokens))
     step_s.append(time.perf_counter() - begin)
     ended |= np.isin(made[-1], stop)
   progress("decode", max_new_tokens, max_new_tokens)
@@ -109,7 +111,8 @@ def prefill(
     padded[row, : len(prompt)] = prompt
   cache = steps.empty_cache(runner)
   dtype = jax.tree.leaves(params)[0].dtype  # what a model's weights have, its activations have
-  last = jnp.zeros((len(prompts), runner.model.config.embed_dim), dtype)
+  shape = (len(prompts), runner.model.config.embed_dim)
+  last = jnp.zeros(shape, dtype, device=sharded.rows(runner.mesh))
   for start in range(0, longest, chunk):
     counts = np.clip(lengths - start, 0, chunk).astype(np.int32)
     last, cache = steps.prefill_chunk(
@@ -147,9 +150,24 @@ def check_request(runner: Runner, prompts: Sequence[Sequence[int]], max_new_toke
       )
 
 
+def check_placed(runner: Runner, params: Params) -> None:
+  """Raises ValueError for weights that lie elsewhere than on the devices of the runner."""
+  if runner.mesh is None:
+    return
+  devices = set(runner.mesh.devices.flat)
+  if any(
+    not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices
+    for leaf in jax.tree.leaves(params)
+  ):
+    raise ValueError(
+      "the weights do not lie on the mesh of the runner; put them there with "
+      "jax.device_put(params, param_shardings(model, mesh))"
+    )
+
+
 def check_overflow(cache: KVCache) -> None:
   """Raises RuntimeError if any row was given tokens that it has no slot for."""
-  rows = np.flatnonzero(np.asarray(cache.overflow))
+  rows = np.flatnonzero(to_host(cache.overflow))
   if rows.size:
     raise RuntimeError(
       f"rows {rows.tolist()} outgrew the cache; allocate a larger capacity_tokens and run again"

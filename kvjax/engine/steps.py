@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax.cache import OVERFLOW, CacheBytes, KVCache, allocate, cache_bytes
 from kvjax.config import CacheConfig
+from kvjax.engine import sharded
 from kvjax.engine.attend import Call, Setting, decode_attend, prefill_attend
 from kvjax.engine.sampling import sample
 from kvjax.stores import make_store
@@ -30,8 +33,9 @@ class Runner(NamedTuple):
     prefill_config: shape of the cache that prefills.
     decode_config: shape of the cache that decodes; the same unless the store drops.
     chunk_tokens: tokens of a row that one prefill step takes.
-    prefill_bytes: bytes of the cache that prefills.
-    decode_bytes: bytes of the cache that decodes.
+    prefill_bytes: bytes of the cache that prefills, on each device.
+    decode_bytes: bytes of the cache that decodes, on each device.
+    mesh: the devices; None for one.
   """
 
   model: Model
@@ -43,6 +47,7 @@ class Runner(NamedTuple):
   chunk_tokens: int
   prefill_bytes: CacheBytes
   decode_bytes: CacheBytes
+  mesh: Mesh | None = None
 
 
 def prepare(
@@ -52,6 +57,7 @@ def prepare(
   cache_config: CacheConfig,
   *,
   chunk_tokens: int = 512,
+  mesh: Mesh | None = None,
 ) -> Runner:
   """Puts a run together and tells its bytes; allocates and compiles nothing.
 
@@ -61,6 +67,8 @@ def prepare(
     store: name of a store; the policy must allow it.
     cache_config: shape of the cache; its capacity counts prompt and new tokens.
     chunk_tokens: tokens of a row that one prefill step takes: 64 to 1024, a power of two.
+    mesh: from `make_mesh`, to run on several devices; the weights that the steps are given must lie
+      as `param_shardings` says.
 
   Raises:
     ValueError: the pair is not allowed, or shapes do not fit.
@@ -77,6 +85,8 @@ def prepare(
       f"policy {policy.name!r} was made for pages of {policy.page_size} tokens and the cache has "
       f"pages of {cache_config.page_size}; give both the same page_size"
     )
+  if mesh is not None:
+    sharded.check_mesh(mesh)
   cache_config = _windowed(model, policy, cache_config, chunk_tokens)
   plan = policy.register(model.config, cache_config)[0]
   decode_config = chosen.decode_config(cache_config, policy)
@@ -90,12 +100,10 @@ def prepare(
     chunk_tokens,
     CacheBytes(0, 0, 0),
     CacheBytes(0, 0, 0),
+    mesh,
   )
-  abstract = jax.eval_shape(partial(_empty, runner))
-  return runner._replace(
-    prefill_bytes=cache_bytes(abstract),
-    decode_bytes=cache_bytes(jax.eval_shape(partial(_seal, runner), abstract)),
-  )
+  prefill, decode = _abstract_caches(runner if mesh is None else _part(runner, mesh.shape))
+  return runner._replace(prefill_bytes=cache_bytes(prefill), decode_bytes=cache_bytes(decode))
 
 
 def _windowed(
@@ -114,6 +122,66 @@ def _windowed(
   return dataclasses.replace(
     cache_config, window_tokens=window, ring_tokens=ring if shorter else None
   )
+
+
+def _abstract_caches(runner: Runner) -> tuple[KVCache, KVCache]:
+  """Shapes of the cache that prefills and of the one that decodes."""
+  empty = jax.eval_shape(partial(_empty, runner))
+  return empty, jax.eval_shape(partial(_seal, runner), empty)
+
+
+def _part(runner: Runner, sizes: Mapping[str, int]) -> Runner:
+  """What each device runs where the axes of the mesh have these sizes."""
+  return runner._replace(
+    model=sharded.part_of_model(runner.model, sizes[sharded.MODEL]),
+    prefill_config=sharded.part_of_cache(runner.prefill_config, sizes[sharded.DATA]),
+    decode_config=sharded.part_of_cache(runner.decode_config, sizes[sharded.DATA]),
+    mesh=None,
+  )
+
+
+def _specs(runner: Runner, mesh: Mesh) -> dict[str, Any]:
+  """How everything that steps take and give is split over the mesh."""
+  one = dict.fromkeys(mesh.shape, 1)
+  parts = {
+    axis: _abstract_caches(_part(runner, one | {axis: size})) for axis, size in mesh.shape.items()
+  }
+  prefill, decode = sharded.split_specs(_abstract_caches(runner), parts)
+  return {
+    "params": sharded.param_specs(runner.model, mesh),
+    "prefill": prefill,
+    "decode": decode,
+    "rows": sharded.ROWS,
+    "heads": sharded.HEADS,
+    "same": sharded.SAME,
+  }
+
+
+def _on_mesh(step: Callable, takes: tuple[str, ...], gives: Any) -> Callable:
+  """`step(runner, ..., *arrays)`, which every device runs on its part where there is a mesh.
+
+  Args:
+    step: the step of one device.
+    takes: names in `_specs` of the arrays, which are its last arguments.
+    gives: a pytree of names in `_specs`, of what it returns.
+  """
+
+  @wraps(step)
+  def run(runner: Runner, *args):
+    if runner.mesh is None:
+      return step(runner, *args)
+    specs, first = _specs(runner, runner.mesh), len(args) - len(takes)
+    part = _part(runner, runner.mesh.shape)
+    on_devices = jax.shard_map(
+      partial(step, part, *args[:first]),
+      mesh=runner.mesh,
+      in_specs=tuple(specs[name] for name in takes),
+      out_specs=jax.tree.map(specs.__getitem__, gives),
+      check_vma=False,  # loops carry what differs between devices beside what does not
+    )
+    return on_devices(*args[first:])
+
+  return run
 
 
 def _empty(runner: Runner) -> KVCache:
@@ -183,7 +251,7 @@ def _seal(runner: Runner, cache: KVCache) -> KVCache:
   return runner.store.seal(cache, runner.policy, runner.decode_config)
 
 
-def _first_token(runner, params, sampling, last, key, lengths):
+def _first_token(runner, sampling, params, last, key, lengths):
   return sample(runner.model.unembed(params, last), sampling, key, lengths)
 
 
@@ -192,27 +260,56 @@ def _next_token(runner, sampling, params, cache, tokens, key):
   return sample(logits, sampling, key, cache.lengths), cache
 
 
-_compiled_empty = jax.jit(_empty, static_argnums=0)
+def _selected_pages(runner, params, cache, tokens):
+  seen = {}
 
-prefill_chunk = jax.jit(_prefill, static_argnums=0, donate_argnums=2)
+  def watch(layer, selection):
+    seen[layer] = jnp.where(selection.mask.any(axis=-1), selection.pages, -1)
+
+  _decode(runner, params, cache, tokens, watch)
+  return seen
+
+
+_compiled_empty = jax.jit(_on_mesh(_empty, (), "prefill"), static_argnums=0)
+
+prefill_chunk = jax.jit(
+  _on_mesh(_prefill, ("params", "prefill", "rows", "rows", "rows", "same"), ("rows", "prefill")),
+  static_argnums=0,
+  donate_argnums=2,
+)
 """`prefill_chunk(runner, params, cache, last f[B, E], tokens i32[B, S], counts i32[B], start i32[])
 -> f[B, E], cache`: hidden state of each row's newest token, last where the chunk has none of the
 row. S is `chunk_tokens`, start a multiple of it, counts the tokens of each row in this chunk; the
 cache is donated."""
 
-seal = jax.jit(_seal, static_argnums=0)
+seal = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0)
 """`seal(runner, cache) -> cache`: from the cache that prefilled to the one that decodes."""
 
-first_token = jax.jit(_first_token, static_argnums=(0, 2))
-"""`first_token(runner, params, sampling, last f[B, E], key key[B], lengths i32[B]) -> i32[B]`."""
+first_token = jax.jit(
+  _on_mesh(_first_token, ("params", "rows", "rows", "rows"), "rows"), static_argnums=(0, 1)
+)
+"""`first_token(runner, sampling, params, last f[B, E], key key[B], lengths i32[B]) -> i32[B]`."""
 
-decode_step = jax.jit(_decode, static_argnums=0, donate_argnums=2)
+decode_step = jax.jit(
+  _on_mesh(_decode, ("params", "decode", "rows"), ("rows", "decode")),
+  static_argnums=0,
+  donate_argnums=2,
+)
 """`decode_step(runner, params, cache, tokens i32[B]) -> logits f32[B, V], cache`; the cache is
 donated."""
 
-next_token = jax.jit(_next_token, static_argnums=(0, 1), donate_argnums=3)
+next_token = jax.jit(
+  _on_mesh(_next_token, ("params", "decode", "rows", "rows"), ("rows", "decode")),
+  static_argnums=(0, 1),
+  donate_argnums=3,
+)
 """`next_token(runner, sampling, params, cache, tokens i32[B], key key[B]) -> i32[B], cache`: a
 decode step and the choice of the token after it; the cache is donated."""
+
+
+_compiled_selected_pages = jax.jit(
+  _on_mesh(_selected_pages, ("params", "decode", "rows"), "heads"), static_argnums=0
+)
 
 
 def selected_pages(runner: Runner, params: Params, cache: KVCache, tokens: jax.typing.ArrayLike):
@@ -222,15 +319,4 @@ def selected_pages(runner: Runner, params: Params, cache: KVCache, tokens: jax.t
     {layer: i32[B, K or H, M]} for each layer that selects, -1 where fewer pages are used. The cache
     is left as it was.
   """
-  return _selected_pages(runner, params, cache, jnp.asarray(tokens, jnp.int32))
-
-
-@partial(jax.jit, static_argnums=0)
-def _selected_pages(runner, params, cache, tokens):
-  seen = {}
-
-  def watch(layer, selection):
-    seen[layer] = jnp.where(selection.mask.any(axis=-1), selection.pages, -1)
-
-  _decode(runner, params, cache, tokens, watch)
-  return seen
+  return _compiled_selected_pages(runner, params, cache, jnp.asarray(tokens, jnp.int32))

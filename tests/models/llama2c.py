@@ -12,7 +12,8 @@ import numpy as np
 from kvjax.config import ModelConfig
 from kvjax.types import Model, Params
 from models import build
-from models.checkpoint import EMBED, HEAD, NORM, Checkpoint, layer_name, llama_params
+from models.checkpoint import Checkpoint, read_params, tensor_name
+from models.safetensors_reader import NAMES
 
 BOS = 1
 DATA = Path(__file__).resolve().parents[1] / "data" / "stories260k"
@@ -20,7 +21,7 @@ DATA = Path(__file__).resolve().parents[1] / "data" / "stories260k"
 
 def load_stories() -> tuple[Model, Params]:
   checkpoint = read(DATA / "stories260K.bin")
-  return build(checkpoint.config), llama_params(checkpoint, "float32")
+  return build(checkpoint.config), read_params(checkpoint, "float32")
 
 
 def read(path: Path) -> Checkpoint:
@@ -41,7 +42,7 @@ def read(path: Path) -> Checkpoint:
   )
   query, keyvalue = heads * config.head_dim, kv_heads * config.head_dim
   order: list[tuple[str, tuple[int, ...]]] = [
-    (EMBED, (config.vocab_size, embed)),
+    ("embed", (config.vocab_size, embed)),
     ("attn_norm", (layers, embed)),
     ("q", (layers, query, embed)),
     ("k", (layers, keyvalue, embed)),
@@ -51,23 +52,24 @@ def read(path: Path) -> Checkpoint:
     ("gate", (layers, ffn, embed)),
     ("down", (layers, embed, ffn)),
     ("up", (layers, ffn, embed)),
-    (NORM, (embed,)),
+    ("norm", (embed,)),
     ("cos and sin, unused", (max_tokens, config.head_dim)),
   ]
   if not config.tied_embeddings:
-    order.append((HEAD, (config.vocab_size, embed)))
-  tensors: dict[str, np.ndarray] = {}
+    order.append(("head", (config.vocab_size, embed)))
+  names, tensors = NAMES[config.family], {}
   offset = 28
   for name, shape in order:
     stacked = np.frombuffer(raw, "<f4", int(np.prod(shape)), offset).reshape(shape)
     offset += stacked.nbytes
-    if name in (EMBED, NORM, HEAD):
-      tensors[name] = stacked
+    if name in ("embed", "norm", "head"):
+      tensors[tensor_name(names, name)] = stacked
     elif shape[0] == layers:
-      tensors |= {layer_name(i, name): _half_split(name, stacked[i], config) for i in range(layers)}
+      for i, one in enumerate(stacked):
+        tensors[tensor_name(names, f"layers/{i}/{name}")] = _half_split(name, one, config)
   assert offset == len(raw), (offset, len(raw))
   shapes = {name: tensor.shape for name, tensor in tensors.items()}
-  return Checkpoint(str(path), config, shapes, tensors.__getitem__)
+  return Checkpoint(str(path), config, names, shapes, tensors.__getitem__)
 
 
 def _half_split(name: str, matrix: np.ndarray, config: ModelConfig) -> np.ndarray:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import models
-from models import safetensors_reader
+from models import checkpoint, safetensors_reader
+from scripts import golden_models
 from tests.models import tiny
 
 
@@ -116,28 +120,79 @@ def test_all_bad_tensors_are_listed_at_once(tmp_path):
     models.load(str(folder))
   message = str(error.value)
   assert "\n" not in message and str(folder) in message
-  assert "2 missing tensors: model.norm.weight, model.layers.1.mlp.up_proj.weight" in message
+  assert "2 missing tensors: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
   assert "1 unexpected tensors: model.layers.0.self_attn.q_proj.bias" in message
   assert "lm_head.weight has shape [299, 64], expected [300, 64]" in message
 
 
-@pytest.mark.parametrize(
-  ("changes", "expected"),
-  [
-    ({"model_type": "bert", "architectures": ["BertModel"]}, "unknown architecture BertModel"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "expected LlamaForCausalLM"),
-    ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling 'llama3' is not supported yet"),
-    ({"rope_scaling": {"type": "linear"}}, "rope_scaling 'linear' is not supported yet"),
-    ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, expected 'silu'"),
-    ({"attention_bias": True}, "attention_bias True is not supported"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
-  ],
-)
-def test_configs_that_are_not_supported(tmp_path, changes, expected):
-  folder = tiny.write_folder(tmp_path / "model", tiny.CONFIG, tiny.tensors(), **changes)
-  with pytest.raises(ValueError, match=expected):
+@pytest.mark.parametrize("case", ["qwen2", "opt", "opt-350m"])
+def test_bad_tensors_of_other_families(tmp_path, case):
+  folder = tmp_path / "model"
+  golden_models.write(folder, golden_models.CASES[case], 0)
+  weights = load_file(folder / "model.safetensors")
+  lost = [name for name in weights if name.endswith(("layers.1.self_attn.k_proj.bias", "fc2.bias"))]
+  for name in lost:
+    del weights[name]
+  turned = next(
+    name
+    for name in weights
+    if name.endswith(("project_in.weight", "0.fc1.weight")) or name.endswith("0.mlp.up_proj.weight")
+  )
+  weights[turned] = np.ascontiguousarray(weights[turned].T)
+  weights["model.extra.weight"] = np.zeros(3, np.float32)
+  save_file(weights, folder / "model.safetensors")
+  with pytest.raises(ValueError) as error:
     models.load(str(folder))
+  message = str(error.value)
+  assert f"{len(lost)} missing tensors: {', '.join(sorted(lost))}" in message
+  assert "1 unexpected tensors: model.extra.weight" in message
+  assert f"1 tensors of the wrong shape: {turned} has shape" in message
+
+
+def test_older_files_of_opt_without_the_first_part_of_names(tmp_path):
+  newer, older = tmp_path / "newer", tmp_path / "older"
+  for folder in (newer, older):
+    golden_models.write(folder, golden_models.CASES["opt"], 0)
+  weights = load_file(older / "model.safetensors")
+  weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+  weights["lm_head.weight"] = weights["decoder.embed_tokens.weight"]
+  save_file(weights, older / "model.safetensors")
+  _equal(models.load(str(older)).params, models.load(str(newer)).params)
+  del weights["decoder.layers.0.fc1.bias"]
+  save_file(weights, older / "model.safetensors")
+  with pytest.raises(ValueError, match=r"1 missing tensors: decoder\.layers\.0\.fc1\.bias; get"):
+    models.load(str(older))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite(tmp_path, dtype):
+  weights = tiny.tensors(dtype=ml_dtypes.bfloat16)
+  weights["model.layers.1.mlp.down_proj.weight"][5, 7:10] = np.nan, np.inf, -np.inf
+  folder = tiny.write_folder(tmp_path / "model", tiny.CONFIG, weights)
+  with pytest.raises(
+    ValueError,
+    match=rf"^{folder}: tensor model\.layers\.1\.mlp\.down_proj\."
+    rf"weight holds 3 numbers that are not finite in {dtype}, of 6144; get the",
+  ):
+    models.load(str(folder), dtype)
+
+
+def test_weights_that_a_narrower_dtype_cannot_hold(tmp_path):
+  weights = tiny.tensors()
+  weights["model.norm.weight"][3] = 1e6
+  folder = tiny.write_folder(tmp_path / "model", tiny.CONFIG, weights)
+  models.load(str(folder), "bfloat16")
+  with pytest.raises(ValueError, match="holds 1 numbers that are not finite in float16"):
+    models.load(str(folder), "float16")
+
+
+def test_the_check_for_finite_numbers_needs_no_copy():
+  tensor = np.ones((1 << 22,), np.float32)
+  tensor[::1000] = np.nan
+  tracemalloc.start()
+  assert checkpoint._count_not_finite(tensor) == 4195
+  assert tracemalloc.get_traced_memory()[1] < tensor.nbytes / 4
+  tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -164,6 +219,19 @@ def test_missing_shards_are_listed(tmp_path):
   (folder / "model-00001-of-00003.safetensors").unlink()
   (folder / "model-00003-of-00003.safetensors").unlink()
   with pytest.raises(ValueError, match=r"2 of 3 shards .* model-00001-of-.*, model-00003-of-"):
+    models.load(str(folder))
+
+
+def test_shards_that_the_index_does_not_name(tmp_path):
+  folder = tiny.write_folder(tmp_path / "model", tiny.CONFIG, tiny.tensors(), 3)
+  index = folder / "model.safetensors.index.json"
+  names = json.loads(index.read_text())["weight_map"]
+  names = {name: file for name, file in names.items() if "00002-of" not in file}
+  tiny.write_json(index, {"weight_map": names})
+  with pytest.raises(ValueError, match=r"does not name model-00002-of-00003.safetensors beside it"):
+    models.load(str(folder))
+  (folder / "model-00002-of-00003.safetensors").unlink()
+  with pytest.raises(ValueError, match=r"\d+ missing tensors: "):
     models.load(str(folder))
 
 

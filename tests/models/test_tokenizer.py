@@ -12,6 +12,7 @@ from tokenizers import pre_tokenizers, processors
 import models
 from models import tokenizer
 from tests.models import tiny
+from tests.models.llama2c import DATA, read_words
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "i n"]
@@ -54,6 +55,94 @@ def test_merges_special_tokens_and_digits(words):
   assert words.encode("12") == [index["1"], index["2"]]  # the merge never sees two digits at once
   assert words.vocab_size == len(TOKENS)
   assert words.bos_id == 1 and words.eos_ids == (2,) and not words.add_bos
+
+
+PIECES = {  # of "I'm 12345, ok?!\n\n  end"
+  "smollm": ["I", "'m", "Ġ", "1", "2", "3", "4", "5", ",", "Ġok", "?!", "ĊĊĠ", "Ġend"],
+  "qwen2": ["I", "'m", "Ġ", "1", "2", "3", "4", "5", ",", "Ġok", "?!ĊĊ", "Ġ", "Ġend"],
+  "llama-bpe": ["I", "'m", "Ġ", "123", "45", ",", "Ġok", "?!ĊĊ", "Ġ", "Ġend"],
+}
+
+
+@pytest.mark.parametrize("rule", PIECES)
+def test_splitting_rules(rule):
+  found = tokenizer.from_gguf(INFO | {"tokenizer.ggml.pre": rule}, PATH)
+  pieces = found.backend.pre_tokenizer.pre_tokenize_str("I'm 12345, ok?!\n\n  end")
+  assert [piece for piece, _ in pieces] == PIECES[rule]
+  for text in TEXTS:
+    assert found.decode(found.encode(text), skip_special=False).endswith(text)
+
+
+def test_what_is_special_about_qwen2_and_llama3():
+  info = INFO | {"tokenizer.ggml.tokens": [*TOKENS, "zq"], "tokenizer.ggml.token_type": None}
+  qwen2, llama3 = (
+    tokenizer.from_gguf(info | {"tokenizer.ggml.pre": rule}, PATH)
+    for rule in ("qwen2", "llama-bpe")
+  )
+  assert llama3.encode("zq") == [1, len(TOKENS)]  # a whole word that no merge leads to
+  assert qwen2.encode("zq") == [TOKENS.index("z"), TOKENS.index("q")]
+  assert qwen2.encode("e\u0301") == qwen2.encode("\u00e9")
+  assert llama3.encode("e\u0301") != llama3.encode("\u00e9")
+
+
+@pytest.fixture(scope="module")
+def pieces():
+  """The vocabulary of stories260K as SentencePiece has it, and another implementation of it."""
+  reference = read_words(DATA / "tok512.bin", 512)
+  tokens = [piece.decode().replace(" ", "\u2581") for piece in reference.pieces]
+  tokens[:3] = "<unk>", "<s>", "</s>"
+  info = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": tokens,
+    "tokenizer.ggml.scores": reference.scores,
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 253,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+  }
+  return info, reference
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "Once upon a time, there was a little girl named Lily.",
+    " two  blanks",
+    "Zoë said 100%\n\tfür 漢",
+    "aaaaaaaaaaa",
+    "a",
+    " ",
+    "the<0x41>the",
+  ],
+)
+def test_sentencepiece(pieces, text):
+  info, reference = pieces
+  found = tokenizer.from_gguf(info, PATH)
+  assert found.encode(text) == reference.encode(text)
+  assert found.decode(found.encode(text)) == text
+  bare = tokenizer.from_gguf(
+    info | {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}, PATH
+  )
+  assert bare.encode(f" {text}") == reference.encode(text)[1:]
+  assert bare.decode(bare.encode(text)) == text
+
+
+def test_special_tokens_of_sentencepiece(pieces):
+  found = tokenizer.from_gguf(pieces[0], PATH)
+  ids = found.encode("<s>the</s>")
+  assert ids[0] == 1 and ids[-1] == 2 and 1 not in ids[1:]
+  assert found.decode(ids) == "the" and found.vocab_size == 512
+
+
+@pytest.mark.parametrize(
+  ("changes", "expected"),
+  [
+    ({"tokenizer.ggml.scores": None}, "lacks tokenizer.ggml.tokens or tokenizer.ggml.scores"),
+    ({"tokenizer.ggml.scores": [0.0]}, "scores has 1 entries for 512 tokens"),
+  ],
+)
+def test_sentencepiece_that_is_refused(pieces, changes, expected):
+  with pytest.raises(ValueError, match=rf"a\.gguf: .*{expected}"):
+    tokenizer.from_gguf(pieces[0] | changes, PATH)
 
 
 def test_bos_exactly_once(words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ CONFIG = ModelConfig(
   rope_theta=500.0,
   norm_eps=1e-6,
 )
+FAMILIES = {  # one of every family and of every way in which they differ
+  "llama": CONFIG,
+  "mistral": dataclasses.replace(CONFIG, family="mistral", window_tokens=5),
+  "yi": dataclasses.replace(CONFIG, family="yi", num_kv_heads=1),
+  "qwen2": dataclasses.replace(CONFIG, family="qwen2"),
+  "qwen2-tied": dataclasses.replace(CONFIG, family="qwen2", tied_embeddings=True),
+  "opt": dataclasses.replace(CONFIG, family="opt", num_kv_heads=4, tied_embeddings=True),
+  "opt-350m": dataclasses.replace(
+    CONFIG, family="opt", num_kv_heads=4, tied_embeddings=True, norm_last=True, token_dim=32
+  ),
+}
 GGUF_NAMES = {
   "model.embed_tokens": "token_embd",
   "model.norm": "output_norm",
@@ -47,7 +59,7 @@ def tied(config: ModelConfig = CONFIG) -> ModelConfig:
 
 
 def tensors(config: ModelConfig = CONFIG, dtype: Any = "float32") -> dict[str, np.ndarray]:
-  """Seeded random tensors in the naming and layout of the hub."""
+  """Seeded random tensors in the naming and layout of the hub, of all families but OPT."""
   rng = np.random.default_rng(0)
   embed, ffn, vocab = config.embed_dim, config.ffn_dim, config.vocab_size
   query, keyvalue = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -70,6 +82,9 @@ def tensors(config: ModelConfig = CONFIG, dtype: Any = "float32") -> dict[str, n
       layer + "mlp.up_proj.weight": (ffn, embed),
       layer + "mlp.down_proj.weight": (embed, ffn),
     }
+    if config.family == "qwen2":
+      for name, size in (("q", query), ("k", keyvalue), ("v", keyvalue)):
+        shapes[f"{layer}self_attn.{name}_proj.bias"] = (size,)
   # By way of f32, so that another dtype holds the rounded f32 numbers.
   return {
     name: (rng.standard_normal(shape) / 8).astype(np.float32).astype(np.dtype(dtype))
@@ -87,8 +102,8 @@ def write_folder(
   """A Hugging Face folder; `changes` are laid over config.json."""
   folder.mkdir()
   described = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+    "architectures": [f"{config.family.capitalize()}ForCausalLM"],
+    "model_type": config.family,
     "hidden_act": "silu",
     "num_hidden_layers": config.num_layers,
     "num_attention_heads": config.num_heads,
@@ -102,6 +117,7 @@ def write_folder(
     "rope_scaling": None,
     "rms_norm_eps": config.norm_eps,
     "tie_word_embeddings": config.tied_embeddings,
+    "sliding_window": config.window_tokens,
   }
   write_json(folder / "config.json", described | changes)
   if shards == 1:
@@ -126,10 +142,12 @@ def write_gguf(
   config: ModelConfig,
   weights: dict[str, np.ndarray],
   kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-  architecture: str = "llama",
+  architecture: str | None = None,
   extra: dict[str, Any] | None = None,
+  quantize: Callable[..., np.ndarray] = gguf.quantize,
 ) -> Path:
   """A GGUF file with matrices of type `kind`; `extra` are more key-value pairs."""
+  architecture = architecture or config.family
   writer = gguf.GGUFWriter(path, architecture)
   writer.add_block_count(config.num_layers)
   writer.add_context_length(config.max_tokens)
@@ -145,10 +163,10 @@ def write_gguf(
   for key, value in (extra or {}).items():
     _add(writer, key, value)
   for name, tensor in weights.items():
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
+    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
       tensor = interleaved(tensor, config.head_dim)
     if tensor.ndim == 2 and kind != gguf.GGMLQuantizationType.F32:
-      writer.add_tensor(gguf_name(name), gguf.quantize(tensor, kind), raw_dtype=kind)
+      writer.add_tensor(gguf_name(name), quantize(tensor, kind), raw_dtype=kind)
     else:
       writer.add_tensor(gguf_name(name), np.ascontiguousarray(tensor))
   writer.write_header_to_file()
@@ -181,5 +199,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     writer.add_bool(key, value)
   elif isinstance(value, int):
     writer.add_uint32(key, value)
+  elif isinstance(value, float):
+    writer.add_float32(key, value)
   else:
     writer.add_string(key, value)

@@ -26,8 +26,8 @@ def model(tmp_path_factory):
   return tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=extra)
 
 
-def _run(*arguments, folder, stdin=""):
-  environment = os.environ | {"PYTHONPATH": str(ROOT), "KVJAX_CACHE": str(folder / "cache")}
+def _run(*arguments, folder, stdin="", **environment):
+  environment |= {"PYTHONPATH": str(ROOT), "KVJAX_CACHE": str(folder / "cache")}
   return subprocess.run(
     [sys.executable, "-m", "scripts.generate", *arguments],
     input=stdin,
@@ -35,7 +35,7 @@ def _run(*arguments, folder, stdin=""):
     text=True,
     check=False,
     cwd=folder,
-    env=environment,
+    env=os.environ | environment,
   )
 
 
@@ -51,6 +51,20 @@ def test_plan_text_and_statistics(model, tmp_path):
   for part in ("TTFT ", "tokens", "KV ", "compiled in "):
     assert part in statistics
   assert "\n" not in statistics
+
+
+def test_two_devices_say_the_same(model, tmp_path):
+  arguments = [f"--model={model}", "--prompt=a question", "--nochat", "--max_new_tokens=6"]
+  split = (*arguments, "--devices=2")
+  two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+  one, both = _run(*arguments, folder=tmp_path), _run(*split, folder=tmp_path, **two)
+  assert one.returncode == both.returncode == 0, both.stderr
+  assert one.stdout.split("\n\n")[1] == both.stdout.split("\n\n")[1]
+  assert "device  each of 2 " in both.stdout
+  refused = _run(*split, folder=tmp_path)
+  assert refused.returncode == 2
+  expected = "error: a mesh of data=1 and model=2 needs 2 devices, and JAX has 1; ask for fewer\n"
+  assert refused.stderr == expected
 
 
 def test_the_chat_template_is_used_unless_refused(model):

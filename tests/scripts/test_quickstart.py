@@ -10,9 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from models import load
+from models import build, families, load, saved
 from scripts import quickstart
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
@@ -89,6 +91,31 @@ def test_what_is_printed(finished):
   assert "book.txt, sha256" in plan and "tiny, sha256" in plan and "4 for each of 4" in plan
   assert "quest" in report and "vs dense" in report and "5 digits at 20%" in report
   assert "Traceback" not in done.stderr and "streaming@128 question 4/4" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "yi", "qwen2", "opt", "opt-350m"])
+def test_every_family_runs(family, inputs, tmp_path):
+  """With a checkpoint of our own, which carries the tokenizer; Llama is every other test here."""
+  config = dataclasses.replace(tiny.FAMILIES[family], max_tokens=1024, vocab_size=len(TOKENS))
+  if config.window_tokens is not None:
+    config = dataclasses.replace(config, window_tokens=200)  # a ring, shorter than the prompt
+  params = families.by_path(build(config).init(jax.random.key(0), "float32"))
+  folder = tmp_path / "model"
+  saved.write(
+    folder,
+    lambda path: np.asarray(params[path]),
+    name=family,
+    config=config,
+    dtype="float32",
+    tokenizer=load(inputs[0].removeprefix("--model=")).tokenizer,
+    source_hash="none",
+  )
+  arguments = [f"--model={folder}", *inputs[1:], "--max_new_tokens=4", "--out_dir=out"]
+  done = _run(*arguments, folder=tmp_path)
+  assert done.returncode == 0, done.stderr
+  rows = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+  assert [json.loads(row)["model"] for row in rows] == [family] * 4
 
 
 @pytest.mark.parametrize(
