@@ -11,4 +11,6 @@ echo "== format: ruff format --check"
 echo "== types: pyrefly check"
 "$python" -m pyrefly check
 echo "== tests: pytest"
-"$python" -m pytest "$@"
+# Most tests compile small programs, which one core does: two workers, each with whole files, since
+# the tests of a file share what they have compiled.
+"$python" -m pytest -n 2 --dist loadfile "$@"
