@@ -194,6 +194,8 @@ class Policy(NamedTuple):
     select: `select(state, inputs) -> Selection, state`, in decode.
     fetch: overrides the store's; None for the store's own.
     recall: overrides the store's; None for the store's own.
+    settle: `settle(state, inputs) -> state`, for each selecting layer once between prefill and
+      decode, on stores that drop nothing: what takes the whole prompt at once. None for nothing.
     keep: `keep(state, inputs) -> bool[B, K, T], state`, asked once after prefill: which slots
       survive, at most `keeps` of them. None for a policy that drops nothing. (This and the two
       below are not among OPKV's callbacks, whose sparsity is recallable by definition.)
@@ -205,6 +207,8 @@ class Policy(NamedTuple):
       rule: None for true positions, with keys kept rotated; a function for positions inside the
       cache, with keys kept unrotated and turned when they are read.
     page_size: C that the budget was divided by.
+    joins_heads: what it selects in one KV head depends on others, or on which head it is; then
+      heads may not be split over devices, of which each would know its own only.
   """
 
   name: str
@@ -215,11 +219,13 @@ class Policy(NamedTuple):
   select: Callable[[State, Inputs], tuple[Selection, State]]
   fetch: Callable[..., Any] | None = None
   recall: Callable[..., Any] | None = None
+  settle: Callable[[State, Inputs], State] | None = None
   keep: Callable[[State, Inputs], tuple[jax.Array, State]] | None = None
   keeps: Callable[[int, int, int, int], Sequence[int]] | None = None
   evict: Callable[[State, Inputs], jax.Array] | None = None
   cache_positions: Callable[[jax.Array, jax.Array], jax.Array] | None = None
   page_size: int | None = None
+  joins_heads: bool = False
 
 
 class Store(NamedTuple):

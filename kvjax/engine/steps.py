@@ -87,6 +87,11 @@ def prepare(
     )
   if mesh is not None:
     sharded.check_mesh(mesh)
+    if policy.joins_heads and mesh.shape[sharded.MODEL] > 1:
+      raise ValueError(
+        f"policy {policy.name!r} joins the heads of a layer, which a mesh with model="
+        f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
+      )
   cache_config = _windowed(model, policy, cache_config, chunk_tokens)
   plan = policy.register(model.config, cache_config)[0]
   decode_config = chosen.decode_config(cache_config, policy)
@@ -284,6 +289,9 @@ cache is donated."""
 
 seal = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0)
 """`seal(runner, cache) -> cache`: from the cache that prefilled to the one that decodes."""
+
+settle = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0, donate_argnums=1)
+"""`settle(runner, cache) -> cache`: `seal` where the store drops nothing; the cache is donated."""
 
 first_token = jax.jit(
   _on_mesh(_first_token, ("params", "rows", "rows", "rows"), "rows"), static_argnums=(0, 1)

@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.kv_cache import OVERFLOW, KVCache
-from kvjax.cache.paged import Pools, all_keys, append_token
+from kvjax.cache.paged import Pools, append_token
 from kvjax.config import CacheConfig
 from kvjax.stores import resident
-from kvjax.types import Inputs, Policy, Recalled, Selection, Store
+from kvjax.types import Policy, Recalled, Selection, Store
 
 FREE, NO_SLOT = -1, -2  # in the place of a position
 
 
 def decode_config(cache_config: CacheConfig, policy: Policy) -> CacheConfig:
-  """The budget is the capacity, unless the rows are shorter still."""
-  assert policy.budget_tokens is not None
-  tokens = min(policy.budget_tokens, cache_config.capacity_tokens)
+  """The budget is the capacity, unless rows are shorter still, or some head keeps everything."""
+  capacity = cache_config.capacity_tokens
+  tokens = min(policy.budget_tokens or capacity, capacity)
   return dataclasses.replace(cache_config, capacity_tokens=tokens)
 
 
@@ -89,7 +89,7 @@ def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
   rows, b, _, _ = cache.table.shape
   state, layers = cache.policy_state, []
   for row in range(rows):
-    keep, state = policy.keep(state, _after_prefill(cache, row, cache_config))
+    keep, state = policy.keep(state, resident.after_prefill(cache, row, cache_config))
     limits = _limits(policy, row, cache, cache_config)
     layers.append(_first_slots(cache, row, keep, limits))
   keys, values, remembered, owned = zip(*layers, strict=True)
@@ -104,18 +104,6 @@ def _limits(policy: Policy, row: int, cache: KVCache, cache_config: CacheConfig)
   if policy.keeps is None:
     return np.full(heads, cache_config.capacity_tokens)
   return np.asarray(policy.keeps(row, rows, heads, cache.table.shape[3] * cache.pools.page_size))
-
-
-def _after_prefill(cache: KVCache, row: int, cache_config: CacheConfig) -> Inputs:
-  """What a policy sees when it decides what is kept: the slots, and its own state."""
-  return Inputs(
-    layer=-1,
-    row=row,
-    lengths=cache.lengths,
-    first=cache_config.first_seen(cache.lengths),
-    slot_positions=resident.slot_positions(cache, row, cache.lengths),
-    keys=lambda: all_keys(cache.pools, cache.table[row]),
-  )
 
 
 def _first_slots(cache: KVCache, row: int, keep: jax.Array, limits: np.ndarray):

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.kv_cache import KVCache
-from kvjax.cache.paged import append_token
-from kvjax.types import Recalled, Selection, Store
+from kvjax.cache.paged import all_keys, append_token
+from kvjax.config import CacheConfig
+from kvjax.types import Inputs, Policy, Recalled, Selection, Store
 
 
 def slot_positions(cache: KVCache, row: int, lengths: jax.Array) -> jax.Array:
@@ -60,6 +61,28 @@ def page_ids(table: jax.Array, pages: jax.Array) -> jax.Array:
   return jnp.take_along_axis(table, pages, axis=-1, mode="clip")
 
 
+def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
+  """The same cache, after the policy has settled each of its selecting layers."""
+  if policy.settle is None:
+    return cache
+  state = cache.policy_state
+  for row in range(cache.table.shape[0]):
+    state = policy.settle(state, after_prefill(cache, row, cache_config))
+  return cache.replace(policy_state=state)
+
+
+def after_prefill(cache: KVCache, row: int, cache_config: CacheConfig) -> Inputs:
+  """What a policy sees of a layer between prefill and decode: the slots, and its own state."""
+  return Inputs(
+    layer=-1,
+    row=row,
+    lengths=cache.lengths,
+    first=cache_config.first_seen(cache.lengths),
+    slot_positions=slot_positions(cache, row, cache.lengths),
+    keys=lambda: all_keys(cache.pools, cache.table[row]),
+  )
+
+
 RESIDENT = Store(
   name="resident",
   drops=False,
@@ -69,5 +92,5 @@ RESIDENT = Store(
   append=append,
   fetch=fetch,
   recall=recall,
-  seal=lambda cache, policy, cache_config: cache,
+  seal=seal,
 )
