@@ -86,7 +86,7 @@ def prefill_attend(setting: Setting, call: Call) -> Attend:
       past = _turn_past(past, rotate, block)
     out = dense(turned_q, turned_k, v, [past])
     cache = cache.replace(pools=pools)
-    slots = resident.slot_positions(cache, row, call.lengths), _page_keys(cache, row)
+    slots = _page_slots(cache, row, resident.slot_positions(cache, row, call.lengths))
     inputs = _inputs(setting, call, layer, row, slots, turned_q, stored, v, hidden)
     return out, cache.replace(policy_state=policy.preprocess(cache.policy_state, inputs))
 
@@ -116,7 +116,7 @@ def decode_attend(setting: Setting, call: Call, watch: Watch | None = None) -> A
     q, k, turn = _by_position_rule(policy, rotate, call, q, k)
 
     def inputs(cache):
-      slots = store.slot_positions(cache, row, call.lengths), _page_keys(cache, row)
+      slots = _page_slots(cache, row, store.slot_positions(cache, row, call.lengths))
       return _inputs(setting, call, layer, row, slots, q, k, v, hidden)
 
     def victims():
@@ -160,8 +160,10 @@ def _watched(setting: Setting, call: Call, layer: int, q, k, v, cache: KVCache, 
   return cache.replace(policy_state=setting.policy.preprocess(cache.policy_state, inputs))
 
 
-def _page_keys(cache: KVCache, row: int) -> Callable[[], jax.Array]:
-  return lambda: paged.all_keys(cache.pools, cache.table[row])
+def _page_slots(cache: KVCache, row: int, positions: jax.Array):
+  """Positions i32[B, K, T] of the slots of a layer, and a function that gives their keys."""
+  places = positions.shape[2] // cache.pools.page_size  # the table is as wide as the widest layer
+  return positions, lambda: paged.all_keys(cache.pools, cache.table[row][..., :places])
 
 
 def _inputs(setting: Setting, call: Call, layer: int, row: int, slots, q, k, v, hidden) -> Inputs:

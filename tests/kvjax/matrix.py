@@ -98,14 +98,20 @@ class Entry(NamedTuple):
     return "-".join(self)
 
 
+# Those that every other is built like; the whole product of policies, settings and shapes would
+# take an hour. The others have one setting here, fewer shapes, and tests of their own.
+THOROUGH = ("dense", "quest", "streaming")
+
+
 def entries() -> list[Entry]:
-  """Every policy that is registered, in both settings, on every store that it allows."""
+  """Every policy that is registered, on every store that it allows; both settings if thorough."""
   return [
     Entry(name, setting, store)
     for name in POLICIES
     for setting in SETTINGS.get(name, {})
     for store in STORES
     if store in make_policy(name, **SETTINGS[name][setting]).stores
+    and (name in THOROUGH or setting == "harsh")
   ]
 
 
@@ -127,6 +133,15 @@ SHAPES = (
   *(Shape(2, 4, 16), Shape(2, 1, 32), Shape(1, 2, 16), Shape(1, 8, 16)),
   *(Shape(2, 2, 16, "qwen2"), Shape(3, 1, 16, "opt")),
 )
+
+
+def shapes_of(entry: Entry) -> tuple[Shape, ...]:
+  """Shapes of the laws that need few runs."""
+  if entry.policy not in THOROUGH:
+    return SHAPES[:1] + SHAPES[3:4]
+  return SHAPES if entry.setting == "harsh" else SHAPES[:1]
+
+
 LENGTHS = (127, 128, 129, 1)  # one under, at and over a page, and a row that is all padding later
 NUM_STEPS = 20  # over a page boundary of every long row
 CAPACITY = 160
