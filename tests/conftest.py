@@ -7,6 +7,7 @@ looser arithmetic says so with `with jax.numpy_dtype_promotion("standard")`.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from unittest import mock
 
@@ -18,6 +19,10 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# A job that runs in the background ignores interrupts, and so would the commands that tests
+# interrupt: what is ignored is inherited, a handler is not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _connect_locally(self: socket.socket, address, _connect=socket.socket.connect):
