@@ -70,7 +70,8 @@ def floor_bytes(
       weights   all of them once for the whole batch. A tied embedding is read whole, as the head;
                 of an untied one only B rows of E.
       dense     B * L * 2*K*D * T
-      streaming B * L * 2*K*D * min(budget, T)
+      others    B * L * 2*K*D * min(budget, T)              without what selecting reads, nor what
+                                                            dense layers read beyond the budget
       quest     B * (2 * 2*K*D * T                          the two dense layers
                      + (L-2) * 2*K*D * ceil(T/C)            minimum and maximum of every page,
                                                             unless the budget holds all of them
@@ -81,14 +82,11 @@ def floor_bytes(
   Args:
     config: the model's shape: L, K, D, E, V.
     weight_bytes: `params_bytes` of its parameters.
-    policy: "dense", "quest" or "streaming".
+    policy: name of the policy.
     budget_tokens: of the policy; unused by "dense".
     page_size: C.
     tokens: T, tokens that each row holds.
     batch_size: B.
-
-  Raises:
-    ValueError: the policy has no formula here.
   """
   weights = weight_bytes
   if not config.tied_embeddings:
@@ -97,13 +95,11 @@ def floor_bytes(
   read = tokens if budget_tokens is None else min(budget_tokens, tokens)
   if policy == "dense":
     values = config.num_layers * token * tokens
-  elif policy == "streaming":
-    values = config.num_layers * token * read
   elif policy == "quest":
     dense_layers = min(QUEST_DENSE_LAYERS, config.num_layers)
     pages = -(-tokens // page_size) if read < tokens else 0
     values = dense_layers * token * tokens
     values += (config.num_layers - dense_layers) * token * (pages + read)
   else:
-    raise ValueError(f"no floor is known for policy {policy!r}; add its formula to eval/floor.py")
+    values = config.num_layers * token * read
   return weights + batch_size * values * _ITEM_BYTES

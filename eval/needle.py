@@ -12,21 +12,21 @@ import bisect
 import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from models import Tokenizer
 
 TASK, METRIC = "niah_single", "string_match_all"
-_NEEDLE = "One of the special magic numbers for {key} is: {value}."
-_INSTRUCTION = (
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+INSTRUCTION = (
   "A special magic number is hidden within the following text. Make sure to memorize it. "
-  "I will quiz you about the number afterwards.\n{haystack}\n"
-  "What is the special magic number for {key} mentioned in the provided text?"
+  "I will quiz you about the number afterwards."
 )
-_ANSWER_PREFIX = "The special magic number for {key} mentioned in the provided text is"
-_ADJECTIVES = "amber brisk crimson distant eager frozen gentle hollow ivory lively mellow quiet"
-_NOUNS = "anchor beacon canyon engine falcon garden harbor lantern meadow orchard pebble violin"
+QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
+ANSWER_PREFIX = "The special magic number for {key} mentioned in the provided text is"
+ADJECTIVES = "amber brisk crimson distant eager frozen gentle hollow ivory lively mellow quiet"
+NOUNS = "anchor beacon canyon engine falcon garden harbor lantern meadow orchard pebble violin"
 
 # A sentence (its closing quotes and brackets, Chinese stops) with the white space behind it; where
 # none ends within 800 characters, what fits.
@@ -77,14 +77,21 @@ def build_prompts(
   Raises:
     ValueError: the text is too short for `tokens`, or `tokens` too few for the instruction.
   """
-  sentences = _SENTENCE.findall(" ".join(text.split()))
+  sentences = split_sentences(text)
   rng = random.Random(seed)
   cases = list(itertools.product(digits, depths))
-  keys = rng.sample([f"{a}-{n}" for a in _ADJECTIVES.split() for n in _NOUNS.split()], len(cases))
+  keys = rng.sample([f"{a}-{n}" for a in ADJECTIVES.split() for n in NOUNS.split()], len(cases))
   needles = []
   for key, (length, depth) in zip(keys, cases, strict=True):
-    answer = str(rng.randrange(10 ** (length - 1), 10**length))
-    ids = _longest_prompt(tokenizer, sentences, tokens, depth, key, answer)
+    answer = random_number(rng, length)
+    fact = NEEDLE.format(key=key, value=answer)
+
+    def prompt(count: int, key: str = key, fact: str = fact, depth: float = depth) -> str:
+      haystack = strew(sentences[:count], [fact], [depth])
+      question = f"{INSTRUCTION}\n{haystack}\n{QUESTION.format(key=key)}"
+      return conversation(tokenizer, question, ANSWER_PREFIX.format(key=key))
+
+    ids = longest_prompt(tokenizer, prompt, len(sentences), tokens)
     needles.append(Needle(ids, answer, key, depth, length, len(ids)))
   return needles
 
@@ -94,40 +101,68 @@ def found(answer: str, output: str) -> bool:
   return answer.lower() in output.lower()
 
 
-def _longest_prompt(
-  tokenizer: Tokenizer, sentences: Sequence[str], tokens: int, depth: float, key: str, answer: str
-) -> list[int]:
-  def prompt(count: int) -> list[int]:
-    place = round(count * depth)
-    needle = _NEEDLE.format(key=key, value=answer)
-    before, after = "".join(sentences[:place]), "".join(sentences[place:count])
-    haystack = " ".join(part.strip() for part in (before, needle, after) if part)
-    return tokenizer.encode(_conversation(tokenizer, haystack, key))
+def random_number(rng: random.Random, digits: int) -> str:
+  """A number of this many decimal digits."""
+  return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
-  shortest = len(prompt(0))
+
+def split_sentences(text: str) -> list[str]:
+  """The text with its white space collapsed, cut behind each sentence; joined again it is whole."""
+  return _SENTENCE.findall(" ".join(text.split()))
+
+
+def strew(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float]) -> str:
+  """A haystack: each fact behind its share of the sentences, from 0 (all behind it) to 1."""
+  parts, start = [], 0
+  for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
+    place = round(len(sentences) * depth)
+    parts += ["".join(sentences[start:place]), fact]
+    start = place
+  parts.append("".join(sentences[start:]))
+  return " ".join(part.strip() for part in parts if part)
+
+
+def conversation(tokenizer: Tokenizer, question: str, answer_prefix: str) -> str:
+  """The prompt: in the model's chat template if it has one, with the answer begun for it."""
+  if tokenizer.chat_template is None:
+    return f"{question} {answer_prefix}"
+  return tokenizer.chat([{"role": "user", "content": question}]) + answer_prefix
+
+
+def longest_prompt(
+  tokenizer: Tokenizer, prompt: Callable[[int], str], largest: int, tokens: int
+) -> list[int]:
+  """Ids of the longest prompt of at most `tokens` tokens.
+
+  Args:
+    tokenizer: of the model.
+    prompt: `prompt(size)`, from 0 for the question alone to `largest` for all of the text; its
+      length grows with the size.
+    largest: see `prompt`.
+    tokens: most tokens of the whole prompt.
+
+  Raises:
+    ValueError: the text is too short for `tokens`, or `tokens` too few for the question.
+  """
+
+  def encoded(size: int) -> list[int]:
+    return tokenizer.encode(prompt(size))
+
+  shortest = len(encoded(0))
   if shortest > tokens:
     raise ValueError(
       f"a prompt of {tokens} tokens has no room for the question alone, which takes {shortest}; "
       "ask for more --prompt_tokens"
     )
   most = 64
-  while most < len(sentences) and len(prompt(most)) <= tokens:
+  while most < largest and len(encoded(most)) <= tokens:
     most *= 2
-  most = min(most, len(sentences))
-  whole = prompt(most)
-  if len(whole) < tokens and most == len(sentences):
+  most = min(most, largest)
+  whole = encoded(most)
+  if len(whole) < tokens and most == largest:
     raise ValueError(
       f"the text is too short: a prompt of all of it has {len(whole)} tokens, expected {tokens}; "
       "give a longer --text_file or ask for fewer --prompt_tokens"
     )
-  # The length grows with the number of sentences.
-  count = bisect.bisect_right(range(most + 1), tokens, key=lambda count: len(prompt(count))) - 1
-  return prompt(count)
-
-
-def _conversation(tokenizer: Tokenizer, haystack: str, key: str) -> str:
-  question = _INSTRUCTION.format(haystack=haystack, key=key)
-  answer = _ANSWER_PREFIX.format(key=key)
-  if tokenizer.chat_template is None:
-    return f"{question} {answer}"
-  return tokenizer.chat([{"role": "user", "content": question}]) + answer
+  size = bisect.bisect_right(range(most + 1), tokens, key=lambda size: len(encoded(size))) - 1
+  return encoded(size)

@@ -13,7 +13,7 @@ A dtype comes before its shape: `i32[B, P]`; `f` is the dtype of the model or of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -73,6 +73,9 @@ class Model(NamedTuple):
     init: `init(key, dtype) -> params`, random weights.
     forward: `forward(params, tokens i32[B, S], positions i32[B, S], cache, attend)
       -> f[B, S, E], cache`: embeddings, layers and the final norm, without the head.
+    query: `query(params, layer, hidden f[B, S, E]) -> f[B, S, H, D]`: queries that a layer makes of
+      the input of its projections, before the position rule. Policies that look ahead give it the
+      input of an earlier layer.
     unembed: `unembed(params, x f[B, E]) -> f32[B, V]`, the head.
     rotate: the position rule.
     part: `part(config, axes) -> Model`, what one device of a mesh computes: the same model with the
@@ -82,15 +85,23 @@ class Model(NamedTuple):
   config: ModelConfig
   init: Callable[..., Params]
   forward: Callable[..., tuple[jax.Array, State]]
+  query: Callable[[Params, int, jax.Array], jax.Array]
   unembed: Callable[[Params, jax.Array], jax.Array]
   rotate: Rotate
   part: Callable[[ModelConfig, Axes], Model]
 
 
 class LayerPlan(NamedTuple):
-  """Static roles of the L layers: `DENSE` or `SELECT` each."""
+  """Static roles of the L layers.
+
+  Attributes:
+    roles: `DENSE` or `SELECT` each.
+    watched: dense layers for which the policy's `preprocess` is called too: to choose tokens for
+      later layers, or to look ahead at the next one.
+  """
 
   roles: tuple[str, ...]
+  watched: tuple[int, ...] = ()
 
   @property
   def select_layers(self) -> tuple[int, ...]:
@@ -104,12 +115,14 @@ class Inputs(NamedTuple):
 
   Attributes:
     layer: static index of the layer.
-    row: static index of the layer among those that select.
+    row: static index of the layer among those that select; -1 for a dense layer that is watched.
     lengths: i32[B], tokens of each row including those of this call.
     first: i32[B], first position that the newest token sees: 0, or more where the model has a
       sliding window. What lies before it is masked whatever a policy selects.
     slot_positions: i32[B, K, T], true position of the token in each slot of the row's pages,
-      -1 where there is none.
+      negative where there is none.
+    keys: `keys() -> f[B, K, T, D]`, what the slots hold, as the store keeps it; anything where
+      there is no token. Copies them all: for stores that hold little, or for prefill.
     q: f[B, S, H, D], after the position rule. This and the fields below are None when a dropping
       policy is asked after prefill what it keeps.
     k: f[B, S, K, D], as the store keeps them.
@@ -117,6 +130,8 @@ class Inputs(NamedTuple):
     positions: i32[B, S], true positions.
     valid: bool[B, S], False for padding.
     hidden: f[B, S, E], input of the layer's projections.
+    project: `project(layer) -> f[B, S, H, D]`: queries that another layer would make of hidden,
+      after the position rule.
   """
 
   layer: int
@@ -124,12 +139,14 @@ class Inputs(NamedTuple):
   lengths: jax.Array
   first: jax.Array
   slot_positions: jax.Array
+  keys: Callable[[], jax.Array]
   q: Any = None
   k: Any = None
   v: Any = None
   positions: Any = None
   valid: Any = None
   hidden: Any = None
+  project: Any = None
 
 
 class Selection(NamedTuple):
@@ -139,10 +156,13 @@ class Selection(NamedTuple):
     pages: i32[B, K, M], pages of the row (places in its table, not in the pool). [B, H, M] when
       each query head has its own.
     mask: bool[B, K, M, C or 1], slots that count. The store also masks slots without a token.
+    slots: None for whole pages. For single tokens i32[B, K, M], the slot in each of the pages, of
+      which the same one may then come several times; the mask is [B, K, M, 1].
   """
 
   pages: jax.Array
   mask: jax.Array
+  slots: jax.Array | None = None
 
 
 class Recalled(NamedTuple):
@@ -150,13 +170,15 @@ class Recalled(NamedTuple):
 
   Attributes:
     pages: i32[B, K, M], rows of the pool.
-    mask: bool[B, K, M, C], slots that count and hold a token.
-    positions: i32[B, K, M, C], their true positions.
+    mask: bool[B, K, M, C], slots that count and hold a token; [B, K, M, 1] with slots.
+    positions: i32[B, K, M, C or 1], their true positions.
+    slots: None, or i32[B, K, M] as in `Selection`.
   """
 
   pages: jax.Array
   mask: jax.Array
   positions: jax.Array
+  slots: jax.Array | None = None
 
 
 class Policy(NamedTuple):
@@ -169,17 +191,24 @@ class Policy(NamedTuple):
     register: `register(model_config, cache_config) -> LayerPlan, state`: roles and initial state.
     preprocess: `preprocess(state, inputs) -> state`, for each prefill chunk and decode token of a
       selecting layer, after the store has taken the keys.
-    select: `select(state, inputs) -> Selection, state`, in decode. For a policy that drops it is
-      also called once after prefill, without q, k, v and hidden: what it names is kept.
+    select: `select(state, inputs) -> Selection, state`, in decode.
     fetch: overrides the store's; None for the store's own.
     recall: overrides the store's; None for the store's own.
+    settle: `settle(state, inputs) -> state`, for each selecting layer once between prefill and
+      decode, on stores that drop nothing: what takes the whole prompt at once. None for nothing.
+    keep: `keep(state, inputs) -> bool[B, K, T], state`, asked once after prefill: which slots
+      survive, at most `keeps` of them. None for a policy that drops nothing. (This and the two
+      below are not among OPKV's callbacks, whose sparsity is recallable by definition.)
+    keeps: `keeps(row, rows, heads, capacity) -> int[K]`, tokens that each KV head of the selecting
+      layer `row` of `rows` holds at most, those of decode included. None for budget_tokens.
     evict: `evict(state, inputs) -> i32[B, K]`, the slot that the new token takes where a row is
-      full. None for a policy that drops nothing. (Not one of OPKV's callbacks, whose sparsity is
-      recallable by definition.)
+      full, one with a position that is not negative. None where decode drops nothing.
     cache_positions: `cache_positions(positions, lengths i32[B, 1, ...]) -> positions`, the position
       rule: None for true positions, with keys kept rotated; a function for positions inside the
       cache, with keys kept unrotated and turned when they are read.
     page_size: C that the budget was divided by.
+    joins_heads: what it selects in one KV head depends on others, or on which head it is; then
+      heads may not be split over devices, of which each would know its own only.
   """
 
   name: str
@@ -190,9 +219,13 @@ class Policy(NamedTuple):
   select: Callable[[State, Inputs], tuple[Selection, State]]
   fetch: Callable[..., Any] | None = None
   recall: Callable[..., Any] | None = None
+  settle: Callable[[State, Inputs], State] | None = None
+  keep: Callable[[State, Inputs], tuple[jax.Array, State]] | None = None
+  keeps: Callable[[int, int, int, int], Sequence[int]] | None = None
   evict: Callable[[State, Inputs], jax.Array] | None = None
   cache_positions: Callable[[jax.Array, jax.Array], jax.Array] | None = None
   page_size: int | None = None
+  joins_heads: bool = False
 
 
 class Store(NamedTuple):
@@ -202,11 +235,12 @@ class Store(NamedTuple):
     name: its name in tables and on command lines.
     drops: it forgets what the policy does not keep.
     decode_config: `decode_config(cache_config, policy) -> CacheConfig` of the cache that decodes.
-    slot_positions: `slot_positions(cache, row, lengths) -> i32[B, K, T]`, see `Inputs`.
+    slot_positions: `slot_positions(cache, row, lengths) -> i32[B, K, T]`, see `Inputs`; -1 for a
+      slot that is free.
     append: `append(cache, row, k f[B, K, D], v, positions i32[B], slots i32[B, K]) -> cache`: one
       token a row; slots is where it goes.
-    place: `place(cache, row, positions i32[B], victims) -> i32[B, K]`, the slot of a new token;
-      `victims()` asks the policy for the slots to reuse.
+    place: `place(cache, row, positions i32[B], victims) -> i32[B, K], cache`, the slot of a new
+      token; `victims()` asks the policy for the slots to reuse, and is None where it drops none.
     fetch: `fetch(cache, row, selection) -> ticket, cache`; does not block.
     recall: `recall(cache, row, ticket, lengths) -> Recalled, cache`.
     seal: `seal(cache, policy, cache_config) -> cache`: from the cache that prefilled to the one
@@ -217,7 +251,7 @@ class Store(NamedTuple):
   drops: bool
   decode_config: Callable[[CacheConfig, Policy], CacheConfig]
   slot_positions: Callable[..., jax.Array]
-  place: Callable[..., jax.Array]
+  place: Callable[..., tuple[jax.Array, State]]
   append: Callable[..., State]
   fetch: Callable[..., tuple[Any, State]]
   recall: Callable[..., tuple[Recalled, State]]

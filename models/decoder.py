@@ -49,6 +49,7 @@ def build(config: ModelConfig, axes: Axes = WHOLE, *, qkv_bias: bool = False) ->
     config=config,
     init=partial(init, config, qkv_bias=qkv_bias),
     forward=partial(forward, config, axes=axes),
+    query=partial(query, config),
     unembed=partial(unembed, axes=axes),
     rotate=rotary(config),
     part=partial(build, qkv_bias=qkv_bias),
@@ -107,6 +108,11 @@ def forward(
     hidden = rms_norm(x, layer["mlp_norm"], config.norm_eps)
     x = x + swiglu(hidden, layer, axes.inner)
   return rms_norm(x, params["norm"], config.norm_eps), cache
+
+
+def query(config: ModelConfig, params: Params, layer: int, hidden: jax.Array) -> jax.Array:
+  """Queries f[B, S, H, D] that a layer makes of hidden f[B, S, E], not yet rotated."""
+  return split_heads(linear(hidden, params["layers"][layer], "q"), config.num_heads)
 
 
 def unembed(params: Params, x: jax.Array, axes: Axes = WHOLE) -> jax.Array:

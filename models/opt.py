@@ -81,6 +81,7 @@ def build(config: ModelConfig, axes: Axes = WHOLE) -> Model:
     config=config,
     init=partial(init, config),
     forward=partial(forward, config, axes=axes),
+    query=partial(query, config),
     unembed=partial(unembed, axes=axes),
     rotate=lambda x, positions: x,
     part=build,
@@ -147,6 +148,11 @@ def forward(
     x = x + linear(jax.nn.relu(linear(hidden, layer, "up")), layer, "down", axes.inner)
     x = _apply_norm(config, x, layer, "mlp_norm") if config.norm_last else x
   return (x if config.norm_last else _apply_norm(config, x, params, "norm")), cache
+
+
+def query(config: ModelConfig, params: Params, layer: int, hidden: jax.Array) -> jax.Array:
+  """Queries f[B, S, H, D] that a layer makes of hidden f[B, S, E]."""
+  return split_heads(linear(hidden, params["layers"][layer], "q"), config.num_heads)
 
 
 def unembed(params: Params, x: jax.Array, axes: Axes = WHOLE) -> jax.Array:

@@ -18,9 +18,10 @@ def selected_decode_attention(
   pages: jax.Array,
   mask: jax.Array,
   *,
+  slots: jax.Array | None = None,
   turn: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-  """Attention of one token a row and head list over its own pages.
+  """Attention of one token a row and head list over its own pages, or over single slots of them.
 
   Args:
     q: f[B, K, G, D]; 1/sqrt(D) is applied here. Where every query head has pages of its own, K
@@ -30,36 +31,38 @@ def selected_decode_attention(
     values: f[N, C, D], the whole pool.
     pages: i32[B, K, M], rows of the pool; anything outside [0, N) must be masked.
     mask: bool[B, K, M, C], slots that count. Others may hold anything; none at all gives zeros.
+    slots: None for whole pages, or i32[B, K, M], the one slot of each page that counts; the mask is
+      then [B, K, M, 1].
     turn: applied to the gathered keys, f[B, K, M, D, C] -> the same shape: the rotation of caches
-      that keep keys without it.
+      that keep keys without it. C is 1 with slots.
 
   Returns:
     f[B, K, G, D] in the dtype of q.
   """
-  _check(q, keys, values, pages, mask)
-  scores = _scores(q, keys, pages, turn)
+  _check(q, keys, values, pages, mask, slots)
+  scores = _scores(q, keys, pages, slots, turn)
   valid = mask.reshape(*mask.shape[:2], -1)
   scores = jnp.where(valid[:, :, None], scores, NEG)
   nonempty = valid.any(axis=-1)[..., None, None]
 
-  def masked(scores, valid, nonempty, values, pages):
-    gathered = _gather_values(values, pages)
+  def masked(scores, valid, nonempty, values, pages, slots):
+    gathered = _gather_values(values, pages, slots)
     gathered = jnp.where(valid[..., None], gathered, jnp.zeros_like(gathered))
     return normalise(parts_of(scores, gathered), nonempty)
 
   def direct(*args):
-    scores, _, nonempty, values, pages = args
-    out = normalise(parts_of(scores, _gather_values(values, pages)), nonempty)
+    scores, _, nonempty, values, pages, slots = args
+    out = normalise(parts_of(scores, _gather_values(values, pages, slots)), nonempty)
     return unless_finite(out, lambda: masked(*args))
 
-  args = (scores, valid, nonempty, values, pages)
+  args = (scores, valid, nonempty, values, pages, slots)
   return jax.lax.platform_dependent(*args, cpu=direct, default=masked).astype(q.dtype)
 
 
-def _scores(q, keys, pages, turn):
+def _scores(q, keys, pages, slots, turn):
   """f32[B, K, G, M*C]."""
   scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(keys.dtype)
-  gathered = keys.at[pages].get(mode="clip")  # f[B, K, M, D, C]
+  gathered = _gather_keys(keys, pages, slots)
   gathered = gathered if turn is None else turn(gathered)
 
   def by_product(q, k):
@@ -73,33 +76,45 @@ def _scores(q, keys, pages, turn):
   return scores.reshape(*q.shape[:3], -1)
 
 
-def _gather_values(values: jax.Array, pages: jax.Array) -> jax.Array:
-  """f[B, K, M*C, D] of the pages; whole pages, so one copy of C*D numbers each."""
+def _gather_keys(keys, pages, slots):
+  """f[B, K, M, D, C], or f[B, K, M, D, 1] of single slots."""
+  if slots is None:
+    return keys.at[pages].get(mode="clip")
+  return keys.at[pages, :, slots].get(mode="clip")[..., None]
+
+
+def _gather_values(values, pages, slots):
+  """f[B, K, M*C, D] of the pages, one copy of C*D numbers each; or f[B, K, M, D] of slots."""
+  if slots is not None:
+    return values.at[pages, slots].get(mode="clip")
   b, k, _ = pages.shape
   return values.at[pages].get(mode="clip").reshape(b, k, -1, values.shape[-1])
 
 
-def _check(q, keys, values, pages, mask):
+def _check(q, keys, values, pages, mask, slots):
   b, k, _, d = q.shape
   n, c, width = values.shape
   if width != d or keys.shape != (n, d, c):
     raise ValueError(
       f"pools {keys.shape} and {values.shape} do not fit q {q.shape}: expected [N, D, C], [N, C, D]"
     )
-  if pages.shape[:2] != (b, k) or mask.shape != (*pages.shape, c):
+  read = c if slots is None else 1
+  if pages.shape[:2] != (b, k) or mask.shape != (*pages.shape, read):
     raise ValueError(
       f"pages {pages.shape} and mask {mask.shape} do not fit q {q.shape} and pool {values.shape}: "
-      "expected [B, K, M] and [B, K, M, C]"
+      f"expected [B, K, M] and [B, K, M, {'C' if slots is None else 1}]"
     )
+  if slots is not None and slots.shape != pages.shape:
+    raise ValueError(f"slots {slots.shape} do not fit pages {pages.shape}: expected the same")
 
 
-def selected_decode_attention_reference(q, keys, values, pages, mask, *, turn=None):
+def selected_decode_attention_reference(q, keys, values, pages, mask, *, slots=None, turn=None):
   """The same without tricks, everything in f32, values masked before the product."""
   valid = mask.reshape(*mask.shape[:2], -1)[..., None]
-  k = keys.at[pages].get(mode="clip").astype(jnp.float32)
+  k = _gather_keys(keys, pages, slots).astype(jnp.float32)
   k = (k if turn is None else turn(k)).swapaxes(3, 4).reshape(*mask.shape[:2], -1, q.shape[-1])
   k = jnp.where(valid, k, 0.0)
-  v = jnp.where(valid, _gather_values(values, pages).astype(jnp.float32), 0.0)
+  v = jnp.where(valid, _gather_values(values, pages, slots).astype(jnp.float32), 0.0)
   scores = jnp.einsum("bkgd,bktd->bkgt", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
   scores = jnp.where(valid.swapaxes(2, 3), scores, -jnp.inf)
   weights = jnp.where(valid.any(axis=2, keepdims=True), jax.nn.softmax(scores, axis=-1), 0.0)

@@ -62,7 +62,7 @@ _install() {
   echo "kvjax: installing kvjax and what it depends on into $venv (once; a minute or two)"
   echo "incomplete" >"$stamp"
   # Wheels only: the machine may have no compiler.
-  "$python" -m pip install --disable-pip-version-check --only-binary=:all: -e "$root[test]" ||
+  "$python" -m pip install --disable-pip-version-check --only-binary=:all: -e "$root[test,notebooks]" ||
     _fail "kvjax: the installation failed; see pip's message above, and run again to repair it"
   _wanted_stamp >"$stamp.new"
   mv "$stamp.new" "$stamp"

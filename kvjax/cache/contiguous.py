@@ -60,6 +60,19 @@ def append_chunk(
   )
 
 
+def all_keys(layer: Contiguous) -> jax.Array:
+  """f[B, K, T, D]: a copy of all keys."""
+  return jnp.concatenate(layer.keys, axis=3).swapaxes(2, 3)
+
+
+def slot_positions(layer: Contiguous, lengths: jax.Array, ring: bool) -> jax.Array:
+  """i32[B, K, T]: position of the token in each slot, negative where there is none."""
+  heads, slots = layer.values[0].shape[1], sum(values.shape[2] for values in layer.values)
+  slot, newest = jnp.arange(slots)[None], lengths[:, None] - 1
+  positions = newest - (newest - slot) % slots if ring else jnp.where(slot <= newest, slot, -1)
+  return jnp.broadcast_to(positions[:, None], (lengths.shape[0], heads, slots))
+
+
 def past_blocks(
   layer: Contiguous, start: jax.Array, block: int, window: int | None = None
 ) -> list[PastBlocks]:

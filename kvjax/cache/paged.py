@@ -97,6 +97,12 @@ def append_chunk(
   return Pools(write(pools.keys, k, True), write(pools.values, v, False))
 
 
+def all_keys(pools: Pools, table: jax.Array) -> jax.Array:
+  """f[B, K, P*C, D]: a copy of all keys of a layer with table i32[B, K, P]."""
+  keys = pools.keys.at[table].get(mode="clip").swapaxes(3, 4)  # f[B, K, P, C, D]
+  return keys.reshape(*table.shape[:2], -1, keys.shape[-1])
+
+
 def past_blocks(
   pools: Pools, table: jax.Array, start: jax.Array, block: int, window: int | None = None
 ) -> PastBlocks:

@@ -39,14 +39,33 @@ class Call(NamedTuple):
   lengths: jax.Array
 
 
-def prefill_attend(
-  policy: Policy, plan: LayerPlan, rotate: Rotate, config: CacheConfig, call: Call
-) -> Attend:
+class Setting(NamedTuple):
+  """What is the same for all layers and steps of a run.
+
+  Attributes:
+    policy: which KV matters.
+    store: where it lives.
+    plan: role of each layer.
+    rotate: the position rule of the model.
+    query: `query(layer, hidden f[B, S, E]) -> f[B, S, H, D]`, see `Model`, with its parameters.
+    config: shape of the cache.
+  """
+
+  policy: Policy
+  store: Store
+  plan: LayerPlan
+  rotate: Rotate
+  query: Callable[[int, jax.Array], jax.Array]
+  config: CacheConfig
+
+
+def prefill_attend(setting: Setting, call: Call) -> Attend:
   """Dense causal attention over a chunk and all before it; what is new goes into the cache.
 
   All rows of a chunk begin at the same position, a multiple of the chunk's length. There is no
   store here: prefill always runs on resident pages (see `Store.seal`).
   """
+  policy, rotate, config = setting.policy, setting.rotate, setting.config
   start, window = call.positions[0, 0], config.window_tokens
   dense = partial(prefill_attention, start=start, window=window)
 
@@ -56,9 +75,10 @@ def prefill_attend(
     kept = cache.contiguous[layer]
     if kept is not None:
       kept = contiguous.append_chunk(kept, turned_k, v, config.slot(start), call.valid)
-      past = contiguous.past_blocks(kept, start, block, window)
-      return dense(turned_q, turned_k, v, past), _with_layer(cache, layer, kept)
-    row = plan.select_layers.index(layer)
+      out = dense(turned_q, turned_k, v, contiguous.past_blocks(kept, start, block, window))
+      cache = _with_layer(cache, layer, kept)
+      return out, _watched(setting, call, layer, turned_q, turned_k, v, cache, hidden)
+    row = setting.plan.select_layers.index(layer)
     stored = turned_k if policy.cache_positions is None else k
     pools = paged.append_chunk(cache.pools, cache.table[row], stored, v, start, call.valid)
     past = paged.past_blocks(pools, cache.table[row], start, block, window)
@@ -66,26 +86,19 @@ def prefill_attend(
       past = _turn_past(past, rotate, block)
     out = dense(turned_q, turned_k, v, [past])
     cache = cache.replace(pools=pools)
-    slot_positions = resident.slot_positions(cache, row, call.lengths)
-    inputs = _inputs(layer, row, config, call, slot_positions, turned_q, stored, v, hidden)
+    slots = _page_slots(cache, row, resident.slot_positions(cache, row, call.lengths))
+    inputs = _inputs(setting, call, layer, row, slots, turned_q, stored, v, hidden)
     return out, cache.replace(policy_state=policy.preprocess(cache.policy_state, inputs))
 
   return attend
 
 
-def decode_attend(
-  policy: Policy,
-  store: Store,
-  plan: LayerPlan,
-  rotate: Rotate,
-  config: CacheConfig,
-  call: Call,
-  watch: Watch | None = None,
-) -> Attend:
+def decode_attend(setting: Setting, call: Call, watch: Watch | None = None) -> Attend:
   """Attention of one token a row to what the policy selects.
 
   watch, if given, is shown the `Selection` of each layer that selects while it is traced.
   """
+  policy, store, rotate, config = setting.policy, setting.store, setting.rotate, setting.config
 
   def attend(layer, q, k, v, cache: KVCache, hidden):
     kept = cache.contiguous[layer]
@@ -94,23 +107,23 @@ def decode_attend(
       kept = contiguous.append_token(kept, k[:, 0], v[:, 0], config.slot(call.positions[:, 0]))
       q_heads = _grouped(q, k.shape[2])
       out = contiguous_decode_attention(q_heads, *kept, call.lengths, window=config.window_tokens)
-      return out.reshape(q.shape), _with_layer(cache, layer, kept)
+      cache = _with_layer(cache, layer, kept)
+      return out.reshape(q.shape), _watched(setting, call, layer, q, k, v, cache, hidden)
     return select_and_attend(layer, q, k, v, cache, hidden)
 
   def select_and_attend(layer, q, k, v, cache: KVCache, hidden):
-    row = plan.select_layers.index(layer)
+    row = setting.plan.select_layers.index(layer)
     q, k, turn = _by_position_rule(policy, rotate, call, q, k)
 
     def inputs(cache):
-      slot_positions = store.slot_positions(cache, row, call.lengths)
-      return _inputs(layer, row, config, call, slot_positions, q, k, v, hidden)
+      slots = _page_slots(cache, row, store.slot_positions(cache, row, call.lengths))
+      return _inputs(setting, call, layer, row, slots, q, k, v, hidden)
 
     def victims():
-      assert policy.evict is not None, f"{store.name} asked {policy.name} what to drop"
-      return policy.evict(cache.policy_state, inputs(cache))
+      return None if policy.evict is None else policy.evict(cache.policy_state, inputs(cache))
 
     position = call.positions[:, 0]
-    slots = store.place(cache, row, position, victims)
+    slots, cache = store.place(cache, row, position, victims)
     cache = store.append(cache, row, k[:, 0], v[:, 0], position, slots)
     state = policy.preprocess(cache.policy_state, inputs(cache))
     selection, state = policy.select(state, inputs(cache))
@@ -125,6 +138,7 @@ def decode_attend(
       cache.pools.values,
       recalled.pages,
       recalled.mask & _in_window(policy, config, call, recalled.positions),
+      slots=recalled.slots,
       turn=None if turn is None else lambda keys: turn(keys, recalled.positions),
     )
     return out.reshape(q.shape), cache
@@ -132,19 +146,46 @@ def decode_attend(
   return attend
 
 
-def _inputs(layer, row, config: CacheConfig, call: Call, slot_positions, q, k, v, hidden) -> Inputs:
+def _watched(setting: Setting, call: Call, layer: int, q, k, v, cache: KVCache, hidden) -> KVCache:
+  """The cache after the policy has seen a dense layer that it watches."""
+  if layer not in setting.plan.watched:
+    return cache
+  kept, ring = cache.contiguous[layer], setting.config.ring_tokens is not None
+  assert kept is not None, "a layer that selects is no watched one"
+  slots = (
+    contiguous.slot_positions(kept, call.lengths, ring),
+    partial(contiguous.all_keys, kept),
+  )
+  inputs = _inputs(setting, call, layer, -1, slots, q, k, v, hidden)
+  return cache.replace(policy_state=setting.policy.preprocess(cache.policy_state, inputs))
+
+
+def _page_slots(cache: KVCache, row: int, positions: jax.Array):
+  """Positions i32[B, K, T] of the slots of a layer, and a function that gives their keys."""
+  places = positions.shape[2] // cache.pools.page_size  # the table is as wide as the widest layer
+  return positions, lambda: paged.all_keys(cache.pools, cache.table[row][..., :places])
+
+
+def _inputs(setting: Setting, call: Call, layer: int, row: int, slots, q, k, v, hidden) -> Inputs:
+  """slots: positions i32[B, K, T] of the kept tokens, and a function that gives their keys."""
+
+  def project(other: int) -> jax.Array:
+    return setting.rotate(setting.query(other, hidden), call.positions)
+
   return Inputs(
     layer=layer,
     row=row,
     lengths=call.lengths,
-    first=config.first_seen(call.lengths),
-    slot_positions=slot_positions,
+    first=setting.config.first_seen(call.lengths),
+    slot_positions=slots[0],
+    keys=slots[1],
     q=q,
     k=k,
     v=v,
     positions=call.positions,
     valid=call.valid,
     hidden=hidden,
+    project=project,
   )
 
 

@@ -120,7 +120,9 @@ def prefill(
     )
     jax.block_until_ready(last)
     progress("prefill", min(start + chunk, longest), longest)
-  return last, (steps.seal(runner, cache) if runner.store.drops else cache)
+  if runner.store.drops:
+    return last, steps.seal(runner, cache)
+  return last, (cache if runner.policy.settle is None else steps.settle(runner, cache))
 
 
 def check_request(runner: Runner, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from kvjax.cache import OVERFLOW, CacheBytes, KVCache, allocate, cache_bytes
 from kvjax.config import CacheConfig
 from kvjax.engine import sharded
-from kvjax.engine.attend import Call, decode_attend, prefill_attend
+from kvjax.engine.attend import Call, Setting, decode_attend, prefill_attend
 from kvjax.engine.sampling import sample
 from kvjax.stores import make_store
 from kvjax.types import LayerPlan, Model, Params, Policy, Store
@@ -87,6 +87,11 @@ def prepare(
     )
   if mesh is not None:
     sharded.check_mesh(mesh)
+    if policy.joins_heads and mesh.shape[sharded.MODEL] > 1:
+      raise ValueError(
+        f"policy {policy.name!r} joins the heads of a layer, which a mesh with model="
+        f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
+      )
   cache_config = _windowed(model, policy, cache_config, chunk_tokens)
   plan = policy.register(model.config, cache_config)[0]
   decode_config = chosen.decode_config(cache_config, policy)
@@ -208,9 +213,7 @@ def _prefill(
   offsets = jnp.arange(s, dtype=jnp.int32)[None]
   positions = jnp.broadcast_to(start + offsets, tokens.shape)
   call = Call(positions, offsets < counts[:, None], cache.lengths + counts)
-  attend = prefill_attend(
-    runner.policy, runner.plan, runner.model.rotate, runner.prefill_config, call
-  )
+  attend = prefill_attend(_setting(runner, params, runner.prefill_config), call)
   x, cache = runner.model.forward(params, tokens, positions, cache, attend)
   newest = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
   last = jnp.where((counts > 0)[:, None], newest, last)
@@ -222,18 +225,15 @@ def _decode(
 ) -> tuple[jax.Array, KVCache]:
   positions = cache.lengths[:, None]
   call = Call(positions, jnp.ones_like(positions, bool), cache.lengths + 1)
-  attend = decode_attend(
-    runner.policy,
-    runner.store,
-    runner.plan,
-    runner.model.rotate,
-    runner.decode_config,
-    call,
-    watch,
-  )
+  attend = decode_attend(_setting(runner, params, runner.decode_config), call, watch)
   x, cache = runner.model.forward(params, tokens[:, None], positions, cache, attend)
   logits = runner.model.unembed(params, x[:, 0])
   return logits, _advance(cache, 1, _decode_limit(runner))
+
+
+def _setting(runner: Runner, params: Params, config: CacheConfig) -> Setting:
+  query = partial(runner.model.query, params)
+  return Setting(runner.policy, runner.store, runner.plan, runner.model.rotate, query, config)
 
 
 def _decode_limit(runner: Runner) -> int | None:
@@ -289,6 +289,9 @@ cache is donated."""
 
 seal = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0)
 """`seal(runner, cache) -> cache`: from the cache that prefilled to the one that decodes."""
+
+settle = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0, donate_argnums=1)
+"""`settle(runner, cache) -> cache`: `seal` where the store drops nothing; the cache is donated."""
 
 first_token = jax.jit(
   _on_mesh(_first_token, ("params", "rows", "rows", "rows"), "rows"), static_argnums=(0, 1)

@@ -1,19 +1,25 @@
-"""Policies, one a file; `POLICIES` is the one registry."""
+"""Policies, one a file; `POLICIES` is the one registry, and every file of this folder is in it.
+
+A file `name.py` defines a function `name(budget_tokens, page_size, *, ...) -> Policy`; files whose
+name begins with an underscore hold what several of them share. A policy of one's own needs no place
+here: `make_policy("path/to/name.py")` reads it from its file.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 
-from kvjax.policies.dense import dense
-from kvjax.policies.quest import quest
-from kvjax.policies.streaming import streaming
 from kvjax.types import Policy
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-  "dense": dense,
-  "quest": quest,
-  "streaming": streaming,
+  name: getattr(importlib.import_module(f"{__name__}.{name}"), name)
+  for _, name, _ in pkgutil.iter_modules(__path__)
+  if not name.startswith("_")
 }
 
 
@@ -23,13 +29,20 @@ def make_policy(name: str, **options) -> Policy:
   `budget_tokens` and `page_size` may be given to any policy; those that read everything have no
   use for them.
 
+  Args:
+    name: a key of `POLICIES`, or the path of a Python file that defines a policy function of the
+      file's own name.
+    **options: arguments of that function.
+
   Raises:
     ValueError: no such policy, no such option, or an option outside its range.
   """
-  if name not in POLICIES:
-    raise ValueError(f"unknown policy {name!r}; expected one of {', '.join(POLICIES)}")
-  factory = POLICIES[name]
-  known = inspect.signature(factory).parameters
+  make = _from_file(Path(name)) if name.endswith(".py") else POLICIES.get(name)
+  if make is None:
+    raise ValueError(
+      f"unknown policy {name!r}; expected one of {', '.join(POLICIES)}, or the path of a .py file"
+    )
+  known = inspect.signature(make).parameters
   unknown = set(options) - set(known) - {"budget_tokens", "page_size"}
   if unknown:
     raise ValueError(
@@ -38,7 +51,21 @@ def make_policy(name: str, **options) -> Policy:
     )
   if options.get("page_size", 1) < 1:
     raise ValueError(f"page_size {options['page_size']} must be positive")
-  return factory(**{key: value for key, value in options.items() if key in known})
+  return make(**{key: value for key, value in options.items() if key in known})
+
+
+def _from_file(path: Path) -> Callable[..., Policy]:
+  """The policy function in a file of the user's own."""
+  if not path.is_file():
+    raise ValueError(f"no policy file {path}; expected a Python file that defines {path.stem}()")
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  make = getattr(module, path.stem, None)
+  if make is None:
+    raise ValueError(f"{path} defines no function {path.stem}(); a policy is named as its file")
+  return make
 
 
 __all__ = ["POLICIES", "make_policy"]

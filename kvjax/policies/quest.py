@@ -1,4 +1,4 @@
-"""Quest (Tang et al., ICML 2024): the pages whose key bounds promise the largest scores.
+"""Quest (Tang et al., ICML 2024): the pages whose keys promise the largest scores.
 
 Per page and channel the minimum and the maximum of the keys are kept. The score of a page is
 sum_c max(q_c min_c, q_c max_c), the paper's upper bound of q . k over its keys; the pages with the
@@ -10,21 +10,16 @@ and counts within the budget, the others compete for the rest of it.
 Departures: the original handles one row and, in its kernels, no grouped queries; here rows are
 independent and the G query heads of a KV head are combined by `group`. Bounds belong to the KV
 head, so `none` (each query head picks its own pages, as the original) reads up to G times as much.
+Other digests of a page than its bounds may be had by `score`.
 """
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-
-from kvjax.cache.segments import read_at, segment_sizes, write_at, write_chunk
 from kvjax.config import CacheConfig, ModelConfig
+from kvjax.policies import _pages as pages
+from kvjax.policies._digests import DIGESTS
+from kvjax.policies._pages import GROUPS
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
-from pallas_kernels.page_bounds import extend_bounds, page_bounds
-from pallas_kernels.page_scores import page_scores
-
-GROUPS = ("max", "mean", "sum_probs", "none")
-FIRST_SEGMENT_PAGES = 512
 
 
 def quest(
@@ -34,6 +29,8 @@ def quest(
   dense_layers: int = 2,
   group: str = "max",
   force_last: bool = True,
+  score: str = "minmax",
+  candidates: int = 1,
 ) -> Policy:
   """Quest's page selection.
 
@@ -46,49 +43,47 @@ def quest(
       "sum_probs" (sum of the softmax over pages), or "none".
     force_last: always attend to the page of the newest token; False is the original's accuracy
       path, where it competes like any other.
+    score: what is kept of a page's keys and scored: "minmax", the original's bound; "cuboid",
+      ArkVale's smaller box; "mean"; "mean_std", the mean and 1.5 standard deviations of q . k above
+      it; "outlier", the larger of the q . k of the key least like the others and of a guess at
+      theirs; "exact", the largest q . k itself, which reads all keys and is there for study. All
+      but "mean" (half) and "exact" (nothing) take the bytes of two keys a page.
+    candidates: with 2 or more, the best pages of so many budgets are looked at again, and the
+      largest q . k of their keys decides; not for the group "none".
 
   Raises:
     ValueError: an argument outside these ranges.
   """
-  if budget_tokens < page_size:
+  width = pages.pages_of_budget(budget_tokens, page_size)
+  pages.check_option("group", group, GROUPS)
+  pages.check_option("score", score, DIGESTS)
+  if candidates < 1 or (candidates > 1 and group == "none"):
     raise ValueError(
-      f"budget_tokens {budget_tokens} is under one page of {page_size} tokens; give at least one"
+      f"candidates {candidates} with group {group!r}: expected 1, or more and another group"
     )
-  if group not in GROUPS:
-    raise ValueError(f"unknown group {group!r}; expected one of {', '.join(GROUPS)}")
-  width = budget_tokens // page_size
+  digest = DIGESTS[score]
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    roles = [DENSE if layer < dense_layers else SELECT for layer in range(model.num_layers)]
-    sizes = segment_sizes(cache.pages_per_row, FIRST_SEGMENT_PAGES)
-    shape = (cache.batch_size, model.num_kv_heads, 2 * model.head_dim)
-    bounds = tuple(
-      tuple(jnp.zeros((*shape, size), cache.dtype) for size in sizes)
-      for role in roles
-      if role == SELECT
-    )
-    return LayerPlan(tuple(roles)), bounds
+    roles = (DENSE if layer < dense_layers else SELECT for layer in range(model.num_layers))
+    plan = LayerPlan(tuple(roles))
+    return plan, pages.no_digests(digest, model, cache, len(plan.select_layers), page_size)
 
   def preprocess(state: State, inputs: Inputs) -> State:
-    update = _bounds_of_token if inputs.k.shape[1] == 1 else _bounds_of_chunk
-    bounds = update(state[inputs.row], inputs, page_size)
-    return (*state[: inputs.row], bounds, *state[inputs.row + 1 :])
+    kept = pages.with_keys(digest, state[inputs.row], inputs, page_size)
+    return pages.replaced(state, inputs.row, kept)
 
   def select(state: State, inputs: Inputs) -> tuple[Selection, State]:
-    bounds = state[inputs.row]
-    num_pages = -(-inputs.lengths // page_size)  # i32[B]
-    b, _, h, d = inputs.q.shape
-    q = inputs.q.reshape(b, inputs.k.shape[2], -1, d)
-    heads = h if group == "none" else q.shape[1]
-    total = sum(segment.shape[-1] for segment in bounds)
-    there = _pages_there(inputs, total, page_size)
+    scores = pages.scores_of(digest, state[inputs.row], inputs, page_size)
+    total = scores.shape[-1]
+    there = pages.pages_there(inputs, total, page_size)
+    scores = pages.combine(scores, there, group)
     if total <= width:
-      return _all_pages(there, heads), state
-    scores = page_scores(q, bounds, num_pages.max())
-    pages, mask = _best(_combine(scores, there, group), num_pages, width, force_last)
-    # In the order of the pool, which memory likes better than the order of the scores.
-    pages, mask = jax.lax.sort((pages, mask), num_keys=1)
-    return Selection(pages, mask[..., None]), state
+      return pages.all_pages(there, scores.shape[1]), state
+    forced = pages.ends(inputs, total, page_size) if force_last else None
+    if candidates > 1:
+      looked_at = min(candidates * width, total)
+      scores = pages.looked_at_again(scores, forced, inputs, looked_at, group)
+    return pages.selection_of(pages.best_pages(scores, forced, width), there), state
 
   return Policy(
     name="quest",
@@ -99,59 +94,3 @@ def quest(
     select=select,
     page_size=page_size,
   )
-
-
-def _bounds_of_token(bounds, inputs: Inputs, page_size: int):
-  position = inputs.positions[:, 0]
-  page = position // page_size
-  first = jnp.broadcast_to((position % page_size == 0)[:, None], inputs.k[:, 0].shape[:2])
-  grown = extend_bounds(read_at(bounds, page), inputs.k[:, 0].astype(bounds[0].dtype), first)
-  return write_at(bounds, page, grown, axis=3)
-
-
-def _bounds_of_chunk(bounds, inputs: Inputs, page_size: int):
-  b, s, heads, d = inputs.k.shape
-  keys = inputs.k.swapaxes(1, 2).reshape(b, heads, s // page_size, page_size, d)
-  valid = inputs.valid.reshape(b, 1, s // page_size, page_size)
-  chunk = page_bounds(keys, jnp.broadcast_to(valid, keys.shape[:-1])).swapaxes(2, 3)
-  start = inputs.positions[0, 0] // page_size
-  return write_chunk(bounds, chunk, start, valid[:, 0].any(axis=-1), axis=3)
-
-
-def _pages_there(inputs: Inputs, total: int, page_size: int) -> jax.Array:
-  """bool[B, 1, P]: pages with a token that the newest one may see."""
-  starts = jnp.arange(total)[None] * page_size
-  seen = (starts < inputs.lengths[:, None]) & (starts + page_size > inputs.first[:, None])
-  return seen[:, None]
-
-
-def _all_pages(there: jax.Array, heads: int) -> Selection:
-  b, _, total = there.shape
-  pages = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (b, heads, total))
-  return Selection(pages, jnp.broadcast_to(there, pages.shape)[..., None])
-
-
-def _combine(scores: jax.Array, there: jax.Array, group: str) -> jax.Array:
-  """f32[B, K, G, P] -> f32[B, K, P], or [B, H, P] for "none"; -inf for pages a row lacks."""
-  b, k, g, p = scores.shape
-  if group == "none":
-    combined = scores.reshape(b, k * g, p)
-  elif group == "sum_probs":
-    combined = jax.nn.softmax(jnp.where(there[:, :, None], scores, -jnp.inf), axis=-1).sum(axis=2)
-  else:
-    combined = scores.max(axis=2) if group == "max" else scores.mean(axis=2)
-  return jnp.where(there, combined, -jnp.inf)
-
-
-def _best(scores: jax.Array, num_pages: jax.Array, width: int, force_last: bool):
-  """The width best pages of f32[B, heads, P] scores, and which of them there really are."""
-  if not force_last:
-    best, pages = jax.lax.top_k(scores, width)
-    return pages, best > -jnp.inf
-  b, heads, p = scores.shape
-  last = num_pages - 1
-  others = jnp.where(jnp.arange(p)[None, None] < last[:, None, None], scores, -jnp.inf)
-  best, pages = jax.lax.top_k(others, width - 1)
-  last = jnp.broadcast_to(last[:, None, None], (b, heads, 1))
-  pages = jnp.concatenate([pages, jnp.maximum(last, 0)], axis=-1)
-  return pages, jnp.concatenate([best > -jnp.inf, last >= 0], axis=-1)

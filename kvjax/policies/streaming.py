@@ -64,6 +64,11 @@ def streaming(budget_tokens: int = 2048, page_size: int = 16, *, sinks: int = 4)
     front = jnp.broadcast_to(jnp.arange(sink_pages, dtype=jnp.int32), (b, sink_pages))
     return jnp.concatenate([front, recent], axis=1)
 
+  def keep(state: State, inputs: Inputs) -> tuple[jax.Array, State]:
+    positions = inputs.slot_positions
+    oldest = (inputs.lengths - window)[:, None, None]
+    return (positions < sinks) | (positions >= oldest), state
+
   def evict(state: State, inputs: Inputs) -> jax.Array:
     """The oldest token that is not a sink."""
     del state
@@ -81,6 +86,7 @@ def streaming(budget_tokens: int = 2048, page_size: int = 16, *, sinks: int = 4)
     register=register,
     preprocess=lambda state, inputs: state,
     select=select,
+    keep=keep,
     evict=evict,
     cache_positions=cache_positions,
     page_size=page_size,

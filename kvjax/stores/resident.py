@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.kv_cache import KVCache
-from kvjax.cache.paged import append_token
-from kvjax.types import Recalled, Selection, Store
+from kvjax.cache.paged import all_keys, append_token
+from kvjax.config import CacheConfig
+from kvjax.types import Inputs, Policy, Recalled, Selection, Store
 
 
 def slot_positions(cache: KVCache, row: int, lengths: jax.Array) -> jax.Array:
@@ -19,11 +20,11 @@ def slot_positions(cache: KVCache, row: int, lengths: jax.Array) -> jax.Array:
   return jnp.broadcast_to(positions[:, None], (b, k, slots.shape[0]))
 
 
-def place(cache: KVCache, row: int, positions: jax.Array, victims) -> jax.Array:
+def place(cache: KVCache, row: int, positions: jax.Array, victims) -> tuple[jax.Array, KVCache]:
   """i32[B, K]: a token's slot is its position."""
   del row, victims
   b, k = cache.table.shape[1:3]
-  return jnp.broadcast_to(positions[:, None], (b, k))
+  return jnp.broadcast_to(positions[:, None], (b, k)), cache
 
 
 def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:
@@ -42,16 +43,44 @@ def recall(
   cache: KVCache, row: int, ticket: Selection, lengths: jax.Array
 ) -> tuple[Recalled, KVCache]:
   """Page ids out of the table, and the mask cut to the slots that hold a token."""
-  page_size = cache.pools.page_size
-  slots = ticket.pages[..., None] * page_size + jnp.arange(page_size)[None, None, None]
-  mask = ticket.mask & (slots < lengths[:, None, None, None])
-  return Recalled(page_ids(cache.table[row], ticket.pages), mask, slots), cache
+  positions = slots_of(ticket, cache.pools.page_size)
+  mask = ticket.mask & (positions < lengths[:, None, None, None])
+  return Recalled(page_ids(cache.table[row], ticket.pages), mask, positions, ticket.slots), cache
+
+
+def slots_of(selection: Selection, page_size: int) -> jax.Array:
+  """Slots of a row that a selection names: i32[B, K, M, C], or [B, K, M, 1] of single ones."""
+  within = selection.slots
+  inside = jnp.arange(page_size)[None, None, None] if within is None else within[..., None]
+  return selection.pages[..., None] * page_size + inside
 
 
 def page_ids(table: jax.Array, pages: jax.Array) -> jax.Array:
   """Rows of the pool, i32[B, K or H, M], of pages of the rows of table i32[B, K, P]."""
   table = jnp.repeat(table, pages.shape[1] // table.shape[1], axis=1)
   return jnp.take_along_axis(table, pages, axis=-1, mode="clip")
+
+
+def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
+  """The same cache, after the policy has settled each of its selecting layers."""
+  if policy.settle is None:
+    return cache
+  state = cache.policy_state
+  for row in range(cache.table.shape[0]):
+    state = policy.settle(state, after_prefill(cache, row, cache_config))
+  return cache.replace(policy_state=state)
+
+
+def after_prefill(cache: KVCache, row: int, cache_config: CacheConfig) -> Inputs:
+  """What a policy sees of a layer between prefill and decode: the slots, and its own state."""
+  return Inputs(
+    layer=-1,
+    row=row,
+    lengths=cache.lengths,
+    first=cache_config.first_seen(cache.lengths),
+    slot_positions=slot_positions(cache, row, cache.lengths),
+    keys=lambda: all_keys(cache.pools, cache.table[row]),
+  )
 
 
 RESIDENT = Store(
@@ -63,5 +92,5 @@ RESIDENT = Store(
   append=append,
   fetch=fetch,
   recall=recall,
-  seal=lambda cache, policy, cache_config: cache,
+  seal=seal,
 )

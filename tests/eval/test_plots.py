@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from eval import plots
 
 
@@ -16,4 +18,27 @@ def test_accuracy_against_speed(tmp_path):
   assert path.read_bytes().startswith(b"\x89PNG")
   assert [one.name for one in tmp_path.iterdir()] == ["a.png"]
   assert [plots.label(row) for row in rows] == ["dense", "quest@1024", "quest@2048"]
-  assert plots._label_places(rows) == [14, 14, -14]
+  assert plots._label_places(rows, [20.0, 30.0, 29.0]) == [14, 14, -14]
+
+
+@pytest.mark.parametrize("count", [7, 8, 40])
+def test_any_number_of_points_at_one_place(tmp_path, count):
+  rows = [
+    {"policy": "quest", "budget_tokens": 16 * n, "device_kv_bytes": 3e8, "metadata_bytes": 0}
+    for n in range(count)
+  ]
+  path = tmp_path / "a.png"
+  plots.accuracy_against_bytes([row | {"score": 0.5} for row in rows], "title", path)
+  assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_deltas(tmp_path):
+  rows = [
+    {"policy": policy, "budget_tokens": 64, "store": "resident", "task": task}
+    | {"score": 0.5, "dense_score": 1.0}
+    for policy in ("dense", "quest", "h2o")
+    for task in ("niah_single", "pointer_chain")
+  ]
+  path = tmp_path / "a.png"
+  plots.deltas(rows[:-1], "title", path)  # one was never measured
+  assert path.read_bytes().startswith(b"\x89PNG")

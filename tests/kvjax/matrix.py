@@ -30,6 +30,60 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "gentle": {"budget_tokens": 80},
     "harsh": {"budget_tokens": 32, "sinks": 3},
   },
+  "infinigen": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32, "dense_layers": 1, "alpha": 1.0, "group": "none"},
+  },
+  "omnikv": {
+    "gentle": {"budget_tokens": 80, "filter_layers": (0,)},
+    "harsh": {
+      **{"budget_tokens": 32, "filter_layers": (0,), "wait_layers": 0},
+      **{"selector": "uniform", "window": 7},
+    },
+  },
+  "clusterkv": {
+    "gentle": {"budget_tokens": 80, "cluster_tokens": 12},
+    "harsh": {
+      **{"budget_tokens": 32, "dense_layers": 1, "group": "none"},
+      **{"sinks": 3, "cluster_tokens": 8},
+    },
+  },
+  "arkvale": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32, "sink_pages": 0, "window_pages": 1},
+  },
+  "flexicache": {
+    "gentle": {"budget_tokens": 80, "unstable_heads": ((0, 0), (2, 0))},
+    "harsh": {"budget_tokens": 32, "period": 5},
+  },
+  "lserve": {
+    "gentle": {"budget_tokens": 80, "page_size": PAGE, "logical": 4, "group": "max"},
+    "harsh": {"budget_tokens": 32, "page_size": PAGE},
+  },
+  "snapkv": {
+    "gentle": {"budget_tokens": 80, "new_tokens": 20, "pool": "max", "group": "max"},
+    "harsh": {"budget_tokens": 32, "window": 7, "new_tokens": 20},
+  },
+  "pyramidkv": {  # whose lower layers keep nearly twice the budget
+    "gentle": {"budget_tokens": 56, "window": 8, "new_tokens": 20},
+    "harsh": {"budget_tokens": 24, "window": 7, "new_tokens": 20, "beta": 5, "kernel": 3},
+  },
+  "h2o": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32, "recent": 3},
+  },
+  "tova": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32},
+  },
+  "duo": {  # with heads that keep everything: test_duo.py
+    "gentle": {"budget_tokens": 80, "sinks": 8},
+    "harsh": {"budget_tokens": 32, "sinks": 3},
+  },
+  "morphkv": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32, "window": 7, "fuse": "sum"},
+  },
 }
 
 
@@ -44,14 +98,20 @@ class Entry(NamedTuple):
     return "-".join(self)
 
 
+# Those that every other is built like; the whole product of policies, settings and shapes would
+# take an hour. The others have one setting here, fewer shapes, and tests of their own.
+THOROUGH = ("dense", "quest", "streaming")
+
+
 def entries() -> list[Entry]:
-  """Every policy that is registered, in both settings, on every store that it allows."""
+  """Every policy that is registered, on every store that it allows; both settings if thorough."""
   return [
     Entry(name, setting, store)
     for name in POLICIES
     for setting in SETTINGS.get(name, {})
     for store in STORES
     if store in make_policy(name, **SETTINGS[name][setting]).stores
+    and (name in THOROUGH or setting == "harsh")
   ]
 
 
@@ -73,6 +133,15 @@ SHAPES = (
   *(Shape(2, 4, 16), Shape(2, 1, 32), Shape(1, 2, 16), Shape(1, 8, 16)),
   *(Shape(2, 2, 16, "qwen2"), Shape(3, 1, 16, "opt")),
 )
+
+
+def shapes_of(entry: Entry) -> tuple[Shape, ...]:
+  """Shapes of the laws that need few runs."""
+  if entry.policy not in THOROUGH:
+    return SHAPES[:1] + SHAPES[3:4]
+  return SHAPES if entry.setting == "harsh" else SHAPES[:1]
+
+
 LENGTHS = (127, 128, 129, 1)  # one under, at and over a page, and a row that is all padding later
 NUM_STEPS = 20  # over a page boundary of every long row
 CAPACITY = 160

@@ -75,8 +75,20 @@ DENSE = matrix.Entry("dense", "harsh", "resident")
 QUEST = matrix.Entry("quest", "harsh", "resident")
 STREAMING = matrix.Entry("streaming", "harsh", "resident")
 COMPACT = matrix.Entry("streaming", "harsh", "compact")
-HARSH = [entry for entry in matrix.entries() if entry.setting == "harsh"]
-ALONE = {f"llama-{entry}": Case((2, 4), entry, llama, compiled=True) for entry in HARSH}
+FIRST = (DENSE, QUEST, STREAMING, COMPACT)
+
+
+def _splits_heads(entry: matrix.Entry) -> bool:
+  return not make_policy(entry.policy, **matrix.SETTINGS[entry.policy]["harsh"]).joins_heads
+
+
+ALONE = {
+  f"llama-{entry}": Case(
+    (2, 4) if _splits_heads(entry) else (4, 1), entry, llama, compiled=entry in FIRST
+  )
+  for entry in matrix.entries()
+  if entry.setting == "harsh"
+}
 ALONE |= {f"opt-{entry}": Case((2, 4), entry, opt, WARM) for entry in (QUEST, COMPACT)}
 ALONE |= {
   "odd-vocabulary": Case((2, 4), DENSE, partial(opt, vocab_size=161), WARM, compiled=True),
@@ -89,7 +101,7 @@ ALONE |= {
 }
 # Two processes of two devices each: the first axis runs between them, or the second does.
 TOGETHER = {
-  f"rows-apart-{entry}": Case((2, 2), entry, llama, compiled=entry == QUEST) for entry in HARSH
+  f"rows-apart-{entry}": Case((2, 2), entry, llama, compiled=entry == QUEST) for entry in FIRST
 }
 TOGETHER["heads-apart"] = Case((1, 4), QUEST, opt, WARM)
 CASES = ALONE | TOGETHER

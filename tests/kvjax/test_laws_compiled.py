@@ -46,8 +46,8 @@ def test_a_decode_step_works_in_place(entry):
   config = dataclasses.replace(PRESETS["smollm2-135m"], num_layers=8)
   capacity = 16_384 if entry.store == "compact" else 8192
   options = {"budget_tokens": 8192} if entry.store == "compact" else {"budget_tokens": 1024}
-  policy = make_policy(entry.policy, **options)
-  cache = CacheConfig(1, capacity, base_tokens=capacity)
+  policy = make_policy(entry.policy, page_size=matrix.PAGE, **options)
+  cache = CacheConfig(1, capacity, matrix.PAGE, base_tokens=capacity)
   runner = prepare(build(config), policy, entry.store, cache)
   state = jax.eval_shape(lambda: steps.empty_cache(runner))
   if runner.store.drops:

@@ -146,6 +146,13 @@ def test_what_cannot_be_split_is_refused(data, model, message):
   assert "\n" not in str(error.value)
 
 
+def test_heads_that_a_policy_joins_are_not_split():
+  cache = CacheConfig(4, 64)
+  with pytest.raises(ValueError, match=r"'tova' joins the heads .*model=4 splits.*data=N"):
+    prepare(MODEL, make_policy("tova"), "compact", cache, mesh=abstract_mesh(1, 4))
+  prepare(MODEL, make_policy("tova"), "compact", cache, mesh=abstract_mesh(4, 1))
+
+
 def test_a_feed_forward_that_cannot_be_split_is_refused():
   config = dataclasses.replace(MODEL.config, ffn_dim=66)
   with pytest.raises(ValueError, match=r"ffn_dim 66 cannot .* make a mesh whose model divides it"):

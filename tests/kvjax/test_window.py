@@ -126,7 +126,7 @@ def test_bytes_follow_the_window_and_not_the_capacity(entry):
 
 
 @every_harsh_entry
-@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("value", [np.nan], ids=str)
 def test_what_has_left_the_window_may_be_anything(entry, value, monkeypatch):
   """Slots that no token in sight owns are poisoned, before prefill and before every step."""
   runner, empty_cache = runner_of(entry), steps.empty_cache

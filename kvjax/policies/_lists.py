@@ -1,0 +1,89 @@
+"""Lists of pages that outlive a step: what policies share that do not rank at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.config import CacheConfig, ModelConfig
+from kvjax.policies import _pages as pages
+from kvjax.policies._digests import Digest
+from kvjax.types import Inputs
+
+
+class Listed(NamedTuple):
+  """State of a policy all of whose layers select.
+
+  Attributes:
+    digests: what each layer keeps of its pages.
+    lists: i32[B, heads, M] of each layer, best page first; P where there is none.
+    prompt: i32[B], tokens of the prompt. A row's decode step is its length beyond that, from 1.
+  """
+
+  digests: tuple[pages.Kept, ...]
+  lists: tuple[jax.Array, ...]
+  prompt: jax.Array
+
+
+def no_lists(
+  digest: Digest, model: ModelConfig, cache: CacheConfig, page_size: int, heads: int, width: int
+) -> Listed:
+  """The state before the first token; digests are of pages of page_size tokens."""
+  b, layers = cache.batch_size, model.num_layers
+  return Listed(
+    pages.no_digests(digest, model, cache, layers, page_size),
+    tuple(jnp.zeros((b, heads, width), jnp.int32) for _ in range(layers)),
+    jnp.zeros(b, jnp.int32),
+  )
+
+
+def with_keys(digest: Digest, state: Listed, inputs: Inputs, page_size: int) -> Listed:
+  """The state after the keys of a chunk or of one token a row."""
+  kept = pages.with_keys(digest, state.digests[inputs.row], inputs, page_size)
+  prompt = inputs.lengths if inputs.k.shape[1] > 1 else state.prompt
+  return state._replace(digests=pages.replaced(state.digests, inputs.row, kept), prompt=prompt)
+
+
+def with_list(state: Listed, inputs: Inputs, listed: jax.Array) -> Listed:
+  """The state with another list i32[B, heads, M] of this layer."""
+  return state._replace(lists=pages.replaced(state.lists, inputs.row, listed))
+
+
+def with_born(pages: jax.Array, known: jax.Array, now: jax.Array) -> jax.Array:
+  """An old list brought up to date: pages born since take the places of its worst ones.
+
+  Args:
+    pages: i32[B, heads, M], best first.
+    known: i32[B], pages that the row had when they were listed.
+    now: i32[B], pages that it has, fewer than known + M.
+  """
+  born = known[:, None] + jnp.arange(pages.shape[-1])[None, ::-1]
+  return jnp.where((born < now[:, None])[:, None], born[:, None], pages)
+
+
+def where_due(due: jax.Array, rank: Callable[[], jax.Array], listed: jax.Array) -> jax.Array:
+  """Lists i32[B, heads, M]: rank() for rows that are due, bool[B], listed for the others.
+
+  A CPU does not rank where no row is due; on a GPU a branch costs more than the ranking.
+  """
+
+  def renew(listed):
+    return jnp.where(due[:, None, None], rank(), listed)
+
+  def if_any(listed):
+    return jax.lax.cond(due.any(), renew, lambda listed: listed, listed)
+
+  return jax.lax.platform_dependent(listed, cpu=if_any, default=renew)
+
+
+def check_heads(name: str, heads: Collection[tuple[int, int]], model: ModelConfig) -> None:
+  """Raises ValueError for a pair (layer, KV head) that the model lacks."""
+  for layer, head in heads:
+    if not (0 <= layer < model.num_layers and 0 <= head < model.num_kv_heads):
+      raise ValueError(
+        f"{name} names KV head {head} of layer {layer}; the model has {model.num_layers} layers of "
+        f"{model.num_kv_heads} KV heads"
+      )

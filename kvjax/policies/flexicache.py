@@ -1,0 +1,98 @@
+"""FlexiCache (MLSys 2026): most KV heads keep their best pages for a while, so rank them rarely.
+
+Quest's bound ranks the pages of a KV head, with the maximum over its query heads, and the last page
+first. Unstable heads, which a profile names, are ranked at every step; the others at their row's
+first step and then in every `period`th, whose list is used from the next step on. Pages that begin
+in between are attended to at once. No layer is dense.
+
+This is the method's ranking; where pages lie is a store's matter, and here all are on the device.
+
+Departures: the budget is strict. A page that begins after the ranking takes the place of the worst
+one of the list, where in the original it comes on top of the list, one page in 16 steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.config import CacheConfig, ModelConfig
+from kvjax.policies import _lists as lists
+from kvjax.policies import _pages as pages
+from kvjax.policies._digests import DIGESTS
+from kvjax.policies._lists import Listed
+from kvjax.types import SELECT, Inputs, LayerPlan, Policy, Selection, State
+
+
+def flexicache(
+  budget_tokens: int = 2048,
+  page_size: int = 16,
+  *,
+  unstable_heads: Collection[tuple[int, int]] = (),
+  period: int = 16,
+  score: str = "minmax",
+) -> Policy:
+  """FlexiCache's page selection.
+
+  Args:
+    budget_tokens: tokens of the pages that are attended to, the last one included.
+    page_size: C.
+    unstable_heads: pairs of layer and KV head that are ranked at every step; a quarter of all heads
+      in the original, by a profile of the model.
+    period: steps between two rankings of the others.
+    score: what is kept of a page's keys and scored, see `quest`.
+
+  Raises:
+    ValueError: an argument outside these ranges; at `register`, a head that the model lacks.
+  """
+  if period < 1:
+    raise ValueError(f"period {period} must be at least 1")
+  # The last page, and those that begin until the list is replaced.
+  width = pages.pages_of_budget(budget_tokens, page_size, 1 + -(-period // page_size))
+  pages.check_option("score", score, DIGESTS)
+  digest = DIGESTS[score]
+
+  def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
+    lists.check_heads("unstable_heads", unstable_heads, model)
+    plan = LayerPlan((SELECT,) * model.num_layers)
+    return plan, lists.no_lists(digest, model, cache, page_size, model.num_kv_heads, width)
+
+  def preprocess(state: Listed, inputs: Inputs) -> Listed:
+    return lists.with_keys(digest, state, inputs, page_size)
+
+  def select(state: Listed, inputs: Inputs) -> tuple[Selection, Listed]:
+    listed, lengths = state.lists[inputs.row], inputs.lengths
+    heads, total = listed.shape[1], inputs.slot_positions.shape[-1] // page_size
+    there = pages.pages_there(inputs, total, page_size)
+    if total <= width:
+      return pages.all_pages(there, heads), state
+
+    def rank() -> jax.Array:
+      scores = pages.scores_of(digest, state.digests[inputs.row], inputs, page_size)
+      forced = pages.ends(inputs, total, page_size)
+      return pages.best_pages(pages.combine(scores, there, "max"), forced, width)
+
+    unstable = np.array([(inputs.layer, head) in unstable_heads for head in range(heads)])
+    step = lengths - state.prompt  # i32[B], from 1
+    due = (step == 1) | (step % period == 0)
+    ranked = lists.where_due(due | unstable.any(), rank, listed)
+    at_once = unstable[None] | ((step == 1) | (period == 1))[:, None]  # bool[B, K]
+    known = state.prompt + jnp.maximum((step - 1) // period * period, 1)  # when it was listed
+    older = lists.with_born(listed, -(-known // page_size), -(-lengths // page_size))
+    now = jnp.where(at_once[..., None], ranked, older)
+    listed = jnp.where(due[:, None, None], ranked, listed)
+    return pages.selection_of(now, there), lists.with_list(state, inputs, listed)
+
+  return Policy(
+    name="flexicache",
+    budget_tokens=budget_tokens,
+    stores=("resident",),
+    register=register,
+    preprocess=preprocess,
+    select=select,
+    page_size=page_size,
+    joins_heads=bool(unstable_heads),
+  )

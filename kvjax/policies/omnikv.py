@@ -1,0 +1,148 @@
+"""OmniKV (Hao et al., ICLR 2025): a few filter layers choose tokens for the lazy layers above them.
+
+What matters to one layer mostly matters to the next ones. Filter layers attend to everything and
+score the tokens of the prompt with their own queries; the lazy layers up to the next filter layer
+attend to the best of them, the same ones in all heads, and to what has been generated. The layers
+below the first filter layer are dense, and so are the `wait_layers` after each: in them the
+original hides the load of the chosen tokens.
+
+`kvjax.profiling.filter_layers` chooses the filter layers by the attention that their choice
+captures in the layers above.
+
+Departures. The original has one row and no limit on what is generated: here generated tokens take
+their room out of the budget, and where they fill more than half of it the older ones compete with
+the prompt. A query of the window is scored at its own position; the original turns them all to the
+newest one. (The authors' serving path reads an index table of zeros, and is no reference.)
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from kvjax.config import CacheConfig, ModelConfig
+from kvjax.policies import _attention, _tokens
+from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
+
+SELECTORS = ("last", "softmax_before_last", "uniform", "exp")
+
+
+class _State(flax.struct.PyTreeNode):
+  """Tokens of the prompt i32[B]; newest queries of each filter layer, f[B, K, W, G, D]; and within
+  a step what lazy layers attend to, positions i32[B, K, M] and those that count bool[B, K, M]."""
+
+  prompt: jax.Array
+  rings: dict[int, jax.Array]
+  lazy_layers: int = flax.struct.field(pytree_node=False)
+  chosen: tuple[jax.Array, jax.Array] | None = None
+
+
+def omnikv(
+  budget_tokens: int = 2048,
+  page_size: int = 16,
+  *,
+  filter_layers: tuple[int, ...] | None = None,
+  wait_layers: int = 1,
+  selector: str = "softmax_before_last",
+  window: int = 16,
+) -> Policy:
+  """OmniKV's filter and lazy layers.
+
+  Args:
+    budget_tokens: most tokens that a lazy layer attends to, generated ones included.
+    page_size: C.
+    filter_layers: in ascending order; None for layer 2 and those at 1/4 and 9/16 of the depth, the
+      authors' 2, 8 and 18 for Llama-3-8B.
+    wait_layers: dense layers behind each filter layer; 1 in the authors' example.
+    selector: what scores a token, always the maximum over all H heads: the logits of the newest
+      query ("last") or their softmax ("softmax_before_last"), or the softmax of the newest `window`
+      queries, as a sum ("uniform") or with half the weight for each step back ("exp").
+    window: W of the last two selectors, which also keep the last W tokens of the prompt.
+
+  Raises:
+    ValueError: an argument outside these ranges; in `register`, layers that the model lacks.
+  """
+  if selector not in SELECTORS:
+    raise ValueError(f"unknown selector {selector!r}; expected one of {', '.join(SELECTORS)}")
+  kept = window if selector in ("uniform", "exp") else 0
+  if wait_layers < 0 or window < 1 or budget_tokens < max(1, 2 * kept):
+    raise ValueError(
+      f"budget_tokens {budget_tokens} must be at least {max(1, 2 * kept)}, window {window} at "
+      f"least 1, wait_layers {wait_layers} at least 0"
+    )
+
+  def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
+    plan = _plan(model, filter_layers, wait_layers)
+    b, k = cache.batch_size, model.num_kv_heads
+    shape = (b, k, max(kept, 1), model.group_size, model.head_dim)
+    rings = {layer: _attention.empty_ring(*shape, cache.dtype) for layer in plan.watched}
+    return plan, _State(jnp.zeros(b, jnp.int32), rings, len(plan.select_layers))
+
+  def preprocess(state: _State, inputs: Inputs) -> _State:
+    if inputs.row >= 0:  # a lazy layer
+      return state
+    queries = _attention.grouped(inputs.q, inputs)
+    ring = _attention.remember(state.rings[inputs.layer], queries, inputs)
+    state = state.replace(rings=state.rings | {inputs.layer: ring})
+    if inputs.q.shape[1] > 1:
+      return state.replace(prompt=inputs.lengths)
+    return choose(state, ring, inputs)
+
+  def choose(state: _State, queries: jax.Array, inputs: Inputs) -> _State:
+    positions, prompt = inputs.slot_positions[:, :1], state.prompt[:, None, None]
+    seen = _tokens.tokens_seen(positions, inputs)
+    forced = _tokens.newest_generated(positions, state.prompt, inputs, budget_tokens)
+    forced |= (positions >= prompt - kept) & (positions < prompt)
+    scores = _scores(queries, inputs, seen & ~forced, selector)
+    places, chosen = _tokens.best_tokens(scores, forced, seen, budget_tokens)
+    best = jnp.take_along_axis(positions, places, axis=-1), chosen
+    lists = (*inputs.slot_positions.shape[:2], chosen.shape[-1])
+    return state.replace(chosen=tuple(jnp.broadcast_to(x, lists) for x in best))
+
+  def select(state: _State, inputs: Inputs) -> tuple[Selection, _State]:
+    assert state.chosen is not None
+    selection = _tokens.select_tokens(*state.chosen, page_size)
+    is_last = inputs.row + 1 == state.lazy_layers
+    return selection, state.replace(chosen=None) if is_last else state
+
+  return Policy(
+    name="omnikv",
+    budget_tokens=budget_tokens,
+    stores=("resident",),
+    register=register,
+    preprocess=preprocess,
+    select=select,
+    page_size=page_size,
+    joins_heads=True,
+  )
+
+
+def _plan(model: ModelConfig, filters: tuple[int, ...] | None, wait_layers: int) -> LayerPlan:
+  layers = range(model.num_layers)
+  if filters is None:
+    filters = tuple(sorted({min(2, layers[-1]), len(layers) // 4, 9 * len(layers) // 16}))
+  if not filters or sorted({*filters} & {*layers}) != list(filters):
+    raise ValueError(
+      f"policy 'omnikv': filter_layers {filters} must ascend within the {len(layers)} of the model"
+    )
+  since = [layer - max((f for f in filters if f <= layer), default=layer) for layer in layers]
+  roles = tuple(SELECT if distance > wait_layers else DENSE for distance in since)
+  ends = (*filters[1:], len(layers))
+  watched = tuple(f for f, end in zip(filters, ends, strict=True) if SELECT in roles[f:end])
+  return LayerPlan(roles, watched)
+
+
+def _scores(queries, inputs: Inputs, candidates, selector: str) -> jax.Array:
+  """f32[B, 1, T] of queries f[B, K, W, G, D]; candidates bool[B, 1, T]."""
+  if selector == "last":
+    q, keys = queries[:, :, 0], inputs.keys()
+    logits = jnp.einsum("bkgd,bktd->bkgt", q, keys, preferred_element_type=jnp.float32)
+    return logits.max(axis=(1, 2))[:, None]
+  own = _attention.ring_positions(queries, inputs.lengths)[:, None, :, None]
+  visible = candidates[:, :, None] & (inputs.slot_positions[:, :1, None] <= own)
+  weights = _attention.attention_weights(queries, inputs.keys(), visible).max(axis=(1, 3))
+  if selector == "exp":
+    age = inputs.lengths[:, None, None] - 1 - own[:, 0]
+    weights *= jnp.exp2(-age.astype(jnp.float32))
+  return weights.sum(axis=1, keepdims=True)

@@ -1,0 +1,243 @@
+"""The needle command on a tiny random model: rows, tables, pictures, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval import harness, run_needle, tasks
+from kvjax import CacheConfig, make_policy, prepare
+from kvjax.types import Policy
+from models import load
+from tests.models import tiny
+from tests.models.test_tokenizer import CHATML, INFO, TOKENS
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = " ".join(f"Sentence number {n} of the book ends here." for n in range(80))
+TASKS = ("niah_multivalue", "pointer_chain", "lookup")
+CASES = [("dense", "resident", None), ("quest", "resident", 128), ("quest", "resident", 256)]
+CASES += [("streaming", "compact", 128), ("streaming", "compact", 256)]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+  """Flags that name a model and a text."""
+  folder = tmp_path_factory.mktemp("inputs")
+  config = dataclasses.replace(tiny.tied(), max_tokens=2048, vocab_size=len(TOKENS), num_layers=3)
+  extra = INFO | {"tokenizer.chat_template": CHATML}
+  model = tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=extra)
+  text = folder / "book.txt"
+  text.write_text(TEXT, encoding="utf-8")
+  flags = [f"--model={model}", f"--text_file={text}", "--prompt_tokens=1600", "--num_samples=2"]
+  return [*flags, "--budget_tokens=128,256", f"--tasks={','.join(TASKS)}"]
+
+
+def _command(*arguments):
+  return [sys.executable, "-m", "eval.run_needle", *arguments]
+
+
+def _environment(folder):
+  return os.environ | {"PYTHONPATH": str(ROOT), "KVJAX_CACHE": str(folder / "cache")}
+
+
+def _run(*arguments, folder):
+  return subprocess.run(
+    _command(*arguments),
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=folder,
+    env=_environment(folder),
+  )
+
+
+def _rows(folder):
+  return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("run")
+  done = _run(*inputs, "--policies=quest,streaming,dense", "--out_dir=out", folder=folder)
+  assert done.returncode == 0, done.stderr
+  return done, folder / "out"
+
+
+def test_the_run_folder(finished):
+  pictures = ["accuracy_bytes.png", "accuracy_speed.png", "deltas.png"]
+  names = sorted(path.name for path in finished[1].iterdir())
+  assert names == [*pictures, "manifest.json", "results.jsonl"]
+  manifest = json.loads((finished[1] / "manifest.json").read_text())
+  assert manifest["flags"]["num_samples"] == 2 and list(manifest["data"]) == ["book.txt"]
+
+
+def test_a_row_for_each_combination_dense_first(finished):
+  keys = [(r["policy"], r["store"], r["budget_tokens"], r["task"]) for r in _rows(finished[1])]
+  assert keys == [(*case, task) for case in CASES for task in TASKS]
+
+
+def test_the_fields_of_a_row(finished):
+  rows = _rows(finished[1])
+  dense = {row["task"]: row for row in rows[: len(TASKS)]}
+  for row in rows:
+    answers, baseline = row["answers"], dense[row["task"]]
+    assert row["num_examples"] == 2 == len(answers) and row["metric"] == "string_match_all"
+    assert row["score"] == sum(answer["score"] for answer in answers) / 2
+    for answer in answers:
+      assert answer["score"] == tasks.score(answer["expected"], answer["given"])
+    assert row["dense_score"] == baseline["score"]
+    if baseline["score"]:
+      assert row["retention"] == row["score"] / baseline["score"]
+    assert row["speedup_vs_dense"] == baseline["tpot_s_p50"] / row["tpot_s_p50"]
+    assert 1400 < row["prompt_tokens"] <= 1600 and row["ttft_s_p50"] > 0
+    assert row["simulated"] is False and row["batch_size"] == 1
+    assert 0 < row["question_tokens"] < 400 and row["window_tokens"] is None
+  assert rows[-1]["device_kv_bytes"] < rows[0]["device_kv_bytes"] <= rows[-1]["peak_kv_bytes"]
+
+
+def test_every_policy_was_asked_the_same(finished):
+  asked = {}
+  for row in _rows(finished[1]):
+    expected = [answer["expected"] for answer in row["answers"]]
+    assert asked.setdefault(row["task"], expected) == expected
+
+
+def test_what_is_printed(finished):
+  plan, _, report = finished[0].stdout.partition("to be allocated:")
+  assert "book.txt, sha256" in plan and "tiny, sha256" in plan and "6 for each of 5" in plan
+  assert "question tokens" in plan
+  header = next(line for line in report.splitlines() if "niah_multivalue".replace("_", " ") in line)
+  assert all(task.replace("_", " ") in header for task in TASKS)
+  assert "quest@128" in report and "vs dense" in report and "deltas.png are in out" in report
+  assert "Traceback" not in finished[0].stderr
+
+
+def _row(policy, task, score, **fields):
+  costs = {"tpot_s_p50": 0.1, "device_kv_bytes": 100, "metadata_bytes": 1, "window_tokens": None}
+  row = {"policy": policy, "store": "resident", "task": task, "score": score} | costs
+  relative = {"dense_score": None, "retention": None, "speedup_vs_dense": None}
+  budget = None if policy == "dense" else 64
+  return row | relative | {"budget_tokens": budget, "question_in_window": None} | fields
+
+
+def test_differences_to_dense_task_by_task():
+  rows = [_row("dense", "a", 1.0), _row("dense", "b", 0.5, tpot_s_p50=0.3)]
+  for row in (_row("quest", "a", 0.25, tpot_s_p50=0.05), _row("quest", "b", 0.75)):
+    rows.append(run_needle.compare(row, rows))
+  assert rows[2]["retention"] == 0.25 and rows[2]["speedup_vs_dense"] == 2.0
+  assert rows[3]["dense_score"] == 0.5 and rows[3]["retention"] == 1.5
+  assert "0.25 (-0.75)" in run_needle.report(rows) and "0.75 (+0.25)" in run_needle.report(rows)
+  dense, quest = run_needle.means(rows)
+  assert dense["score"] == 0.75 and quest["score"] == 0.5
+  assert quest["retention"] == pytest.approx(2 / 3)
+  assert quest["tpot_s_p50"] == pytest.approx(0.075) and dense["tpot_s_p50"] == pytest.approx(0.2)
+
+
+def test_without_dense_nothing_is_compared():
+  row = run_needle.compare(_row("quest", "a", 0.25), [])
+  assert row["dense_score"] is None
+  assert "0.25" in run_needle.report([row]) and "(" not in run_needle.report([row])
+
+
+def test_an_answer_that_ends_at_once_has_no_speed(inputs):
+  loaded = load(inputs[0].removeprefix("--model="))
+  example = tasks.Example("lookup", [5] * 40, ("1",), 4, 9)
+  runner = prepare(loaded.model, make_policy("dense"), "resident", CacheConfig(1, 64, 16))
+  row = harness.task_row(loaded, runner, [example], [harness.Answer("", 0.0, True, 1.0, [])], 1.0)
+  assert row["tpot_s_p50"] is None and row["decode_tokens_per_s"] is None
+  assert run_needle.compare(row, [])["speedup_vs_dense"] is None
+  assert "-" in run_needle.report([run_needle.compare(row, [])])
+
+
+def test_whether_the_question_was_in_the_window():
+  def chooses(budget_tokens=64, page_size=16, *, window=32):
+    return Policy("chooses", 64, ("compact",), *[lambda: None] * 3, keep=lambda: None)
+
+  assert harness.observation_window(chooses(), chooses) == 32
+  assert harness.observation_window(chooses()._replace(keep=None), chooses) is None
+  assert harness.observation_window(make_policy("streaming")) is None  # what it keeps is fixed
+  rows = [
+    _row("snapkv", task, 1.0, window_tokens=32, question_in_window=inside)
+    for task, inside in (("a", True), ("b", False), ("c", True))
+  ]
+  assert "2 of 3 tasks (last 32 tokens)" in run_needle.report(rows)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "complaint"),
+  [
+    (["--policies=dense,qest"], "unknown policy 'qest'"),
+    (["--policies="], "--policies is empty"),
+    (["--policies=quest,quest"], "--policies: quest on resident comes twice"),
+    (["--policies=quest", "--stores=compact"], "cannot run on store 'compact'"),
+    (["--budget_tokens=8"], "under one page of 16"),
+    (["--budget_tokens=many"], "--budget_tokens: 'many'"),
+    (["--tasks=niah"], "unknown task 'niah'"),
+    (["--tasks=lookup,lookup"], "--tasks=lookup,lookup: expected names, each of them once"),
+    (["--prompt_tokens=20000"], "--prompt_tokens=20000 exceeds the 2048"),
+    (["--prompt_tokens=2000"], "prompt and answer of 2[0-9]* tokens exceed the 2048"),
+    (["--prompt_tokens=90", "--tasks=niah_single"], "has no room for the question"),
+    (["--text_file=nowhere.txt"], "nowhere.txt is not a file"),
+    (["--model=nonsense"], "unknown model 'nonsense'"),
+    (["--model=random:smollm2-135m"], "has no tokenizer"),
+    (["--out_dir=taken"], "taken already holds results.jsonl"),
+  ],
+)
+def test_bad_input(inputs, tmp_path, monkeypatch, arguments, complaint):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "taken").mkdir()
+  (tmp_path / "taken/results.jsonl").touch()
+  before = sorted(tmp_path.rglob("*"))
+  with pytest.raises(ValueError, match=complaint) as caught:
+    run_needle.main(_flags([*inputs, "--out_dir=out", *arguments]))
+  assert "\n" not in str(caught.value)
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+class _Flags:
+  """Parsed flags that are not global."""
+
+  policies, stores = ("dense", "quest", "streaming"), ()
+  page_size, seed = 16, 0
+
+  def __init__(self, **values):
+    self.__dict__.update(values)
+
+
+def _flags(arguments):
+  values = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
+  values |= {name: int(values[name]) for name in ("prompt_tokens", "num_samples")}
+  lists = {"policies", "stores", "budget_tokens", "tasks"} & set(values)
+  return _Flags(
+    **values | {name: values[name].split(",") if values[name] else [] for name in lists}
+  )
+
+
+def test_an_interrupt_leaves_what_is_finished(inputs, tmp_path):
+  command = _command(*inputs, "--policies=dense,quest", "--out_dir=out")
+  rows = tmp_path / "out" / "results.jsonl"
+  with subprocess.Popen(
+    command,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=tmp_path,
+    env=_environment(tmp_path),
+  ) as process:
+    assert process.stderr is not None
+    for line in process.stderr:  # the bar: a text stream ends lines at its carriage returns too
+      if "quest@128" in line:  # dense is done
+        break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+  assert process.returncode == 130
+  assert rest.endswith("stopped: interrupted\n") and "Traceback" not in rest
+  finished = [json.loads(line) for line in rows.read_text().splitlines()]
+  assert [row["task"] for row in finished if row["policy"] == "dense"] == list(TASKS)
