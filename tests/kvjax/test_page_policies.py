@@ -11,124 +11,30 @@ import pytest
 
 from kvjax import CacheConfig, make_policy, prepare
 from kvjax.engine import steps
-from kvjax.policies._digests import DIGESTS, OTHERS_SPREAD, SPREAD
+from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import where_due
-from kvjax.types import Inputs
 from models import PRESETS, build, param_shapes
 from pallas_kernels.page_scores import page_products
-from tests.kvjax import matrix
+from tests.kvjax.pages_by_hand import (
+  CAPACITY,
+  KEYS,
+  MODEL,
+  PROMPTS,
+  QUERIES,
+  B,
+  D,
+  G,
+  K,
+  best,
+  decode,
+  inputs_of,
+  normal,
+  prefilled,
+  scores_of_page,
+  scores_of_row,
+)
 
-B, K, G, D = 3, 2, 2, 8
-MODEL = matrix.tiny_model(matrix.Shape(K, G, D))[0]
-PROMPTS, CHUNK, CAPACITY = (50, 33, 7), 32, 128
 FORMS = tuple(name for name in DIGESTS if name != "exact")
-
-
-def _normal(seed, shape):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-KEYS = _normal(0, (B, CAPACITY, K, D))  # of every position of every row
-QUERIES = _normal(1, (CAPACITY, B, K * G, D))  # of every step
-
-
-# The methods, one row, one head and one page at a time.
-
-
-def scores_of_page(form, q, keys):
-  """Score of one page, keys [n, D], for one query [D]."""
-  keys, q = keys.astype(np.float64), q.astype(np.float64)
-  low, high = keys.min(axis=0), keys.max(axis=0)
-  if form == "cuboid":
-    middle = (low + high) / 2
-    radius = np.abs(keys - middle).mean(axis=0)
-    low, high = middle - radius, middle + radius
-  if form in ("minmax", "cuboid"):
-    return np.maximum(q * low, q * high).sum()
-  if form == "exact":
-    return (keys @ q).max()
-  if form == "outlier":
-    far = np.square(keys - keys.mean(axis=0)).sum(axis=1).argmax()
-    others = np.delete(keys, far, axis=0) if len(keys) > 1 else keys
-    spread = np.linalg.norm(q) * np.sqrt(others.var(axis=0).mean())
-    return max(keys[far] @ q, others.mean(axis=0) @ q + OTHERS_SPREAD * spread)
-  spread = SPREAD * np.sqrt((q**2 * keys.var(axis=0)).sum()) if form == "mean_std" else 0
-  return keys.mean(axis=0) @ q + spread
-
-
-def scores_of_row(form, q, keys, page_size):
-  """[K, G, P] of q [K*G, D] and keys [n, K, D]."""
-  starts = range(0, len(keys), page_size)
-  return np.array(
-    [
-      [
-        [scores_of_page(form, q[k * G + g], keys[at : at + page_size, k]) for at in starts]
-        for g in range(G)
-      ]
-      for k in range(K)
-    ]
-  )
-
-
-def best(scores, forced, width):
-  """Pages by score [P], those in forced first."""
-  order = sorted(range(len(scores)), key=lambda page: (page not in forced, -scores[page]))
-  return order[:width]
-
-
-# How a policy is driven without a model.
-
-
-def _inputs(lengths, **own):
-  none = dict.fromkeys(Inputs._fields)
-  slots = jnp.broadcast_to(jnp.arange(CAPACITY), (B, K, CAPACITY))
-  held = jnp.asarray(KEYS).swapaxes(1, 2)
-  return Inputs(
-    **none
-    | {"layer": 0, "row": 0, "lengths": lengths, "first": jnp.zeros(B, jnp.int32)}
-    | {"slot_positions": jnp.where(slots < lengths[:, None, None], slots, -1)}
-    | {"keys": lambda: jnp.where(slots[..., None] < lengths[:, None, None, None], held, jnp.nan)}
-    | own
-  )
-
-
-def prefilled(policy, page_size, prompts=PROMPTS):
-  """State after the prompts, in chunks."""
-  config = CacheConfig(B, CAPACITY, page_size)
-  state = policy.register(MODEL.config, config)[1]
-  state = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, state)
-  counts = np.array(prompts)
-  for start in range(0, max(prompts), CHUNK):
-    positions = np.broadcast_to(np.arange(start, start + CHUNK), (B, CHUNK))
-    valid = positions < counts[:, None]
-    keys = np.where(valid[..., None, None], KEYS[:, start : start + CHUNK], np.nan)
-    lengths = jnp.asarray(np.minimum(counts, start + CHUNK))
-    own = {"k": jnp.asarray(keys), "positions": jnp.asarray(positions), "valid": jnp.asarray(valid)}
-    state = policy.preprocess(state, _inputs(lengths, **own))
-  return state
-
-
-def decode(policy, state, steps, prompts=PROMPTS):
-  """For each step and row, the sets of pages of its heads; and the state after them."""
-
-  @jax.jit
-  def step(state, lengths, q, k):
-    positions = lengths[:, None] - 1
-    own = {"q": q[:, None], "k": k[:, None], "positions": positions, "valid": positions >= 0}
-    inputs = _inputs(lengths, **own)
-    return policy.select(policy.preprocess(state, inputs), inputs)
-
-  chosen = []
-  for at in range(steps):
-    lengths = np.array(prompts) + at + 1
-    keys = KEYS[np.arange(B), lengths - 1]
-    selection, state = step(state, jnp.asarray(lengths), QUERIES[at], keys)
-    pages = np.where(selection.mask[..., 0], selection.pages, -1)
-    for head in pages.reshape(-1, pages.shape[-1]):
-      named = head[head >= 0]
-      assert len(set(named)) == len(named), "a page was named twice"
-    chosen.append([[set(head[head >= 0].tolist()) for head in row] for row in pages])
-  return chosen, state
 
 
 # Digests.
@@ -139,7 +45,7 @@ def decode(policy, state, steps, prompts=PROMPTS):
 def test_digests_score_as_the_formulas(form, poison):
   """Pages of 1 to 8 keys, slots without a key holding anything."""
   digest, counts = DIGESTS[form], np.arange(1, 9)
-  keys, q = _normal(2, (1, K, 8, 8, D)), _normal(3, (1, K, G, D))
+  keys, q = normal(2, (1, K, 8, 8, D)), normal(3, (1, K, G, D))
   valid = np.broadcast_to(np.arange(8) < counts[:, None], keys.shape[:-1])
   keys = np.where(valid[..., None], keys, np.float32(poison))
   digests = digest.of_pages(jnp.asarray(keys), jnp.asarray(valid))
@@ -153,7 +59,7 @@ def test_digests_score_as_the_formulas(form, poison):
 
 @pytest.mark.parametrize("form", [name for name in FORMS if DIGESTS[name].extend])
 def test_digests_grow_key_by_key(form):
-  digest, keys = DIGESTS[form], jnp.asarray(_normal(4, (B, K, 16, D)))
+  digest, keys = DIGESTS[form], jnp.asarray(normal(4, (B, K, 16, D)))
   grown = jnp.full((B, K, digest.size(D)), jnp.nan)  # of whoever had the page before
   for count in range(16):
     assert digest.extend is not None
@@ -164,7 +70,7 @@ def test_digests_grow_key_by_key(form):
 
 def test_the_mean_of_a_page_never_beats_its_best_key():
   """Order of the forms that are sure: mean <= exact <= min-max; the cuboid lies in the bounds."""
-  keys, q = _normal(5, (200, 16, D)), _normal(6, (200, D))
+  keys, q = normal(5, (200, 16, D)), normal(6, (200, D))
   found = {
     form: np.array([scores_of_page(form, *pair) for pair in zip(q, keys, strict=True)])
     for form in DIGESTS
@@ -184,9 +90,9 @@ def test_digests_of_a_bf16_cache(score):
   keys, lengths = jnp.asarray(KEYS[:1, :32], jnp.bfloat16), jnp.array([27])
   positions = jnp.arange(32)[None]
   own = {"k": keys, "positions": positions, "valid": positions < 27}
-  (kept,) = policy.preprocess((kept,), _inputs(lengths, **own))
+  (kept,) = policy.preprocess((kept,), inputs_of(lengths, **own))
   own = {"k": keys[:, 27:28], "positions": jnp.array([[27]]), "valid": jnp.array([[True]])}
-  (kept,) = policy.preprocess((kept,), _inputs(lengths + 1, **own))
+  (kept,) = policy.preprocess((kept,), inputs_of(lengths + 1, **own))
   (digests,) = getattr(kept, "digests", kept)
   assert digests.dtype == jnp.bfloat16
   whole = keys[:, 24:28].swapaxes(1, 2)
