@@ -1,4 +1,8 @@
-"""Asks a model questions under one policy, and makes a result row of the answers."""
+"""Asks a model questions under one policy, and makes a result row of the answers.
+
+A question may come with a recording of its prompt (`eval.replay`), which every policy then replays
+instead of prefilling; the time to the first token is not measured then.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from eval import results, tasks
+from eval import replay, results, tasks
+from eval.replay import Recording
 from eval.tasks import Example
-from kvjax import POLICIES, Runner, generate
+from kvjax import POLICIES, Generation, Runner, generate
+from kvjax.engine.generate import Progress, decode
 from kvjax.types import Policy
 from models import Loaded
 
@@ -30,15 +36,18 @@ class Answer(NamedTuple):
   text: str
   score: float
   stopped: bool
-  ttft_s: float
+  ttft_s: float | None
   step_s: list[float]
 
 
-def compile_runner(loaded: Loaded, runner: Runner, example: Example) -> float:
+def compile_runner(
+  loaded: Loaded, runner: Runner, example: Example, recording: Recording | None = None
+) -> float:
   """Seconds that it takes to compile a runner and to run it on the beginning of a prompt."""
   begin = time.perf_counter()
   short = example.prompt_ids[: runner.chunk_tokens // 2]
-  generate(runner, loaded.params, [short], max_new_tokens=_WARM_UP)
+  part = None if recording is None else recording._replace(prompt=short)
+  _generate(loaded, runner, short, _WARM_UP, part)
   return time.perf_counter() - begin
 
 
@@ -46,21 +55,39 @@ def ask(
   loaded: Loaded,
   runner: Runner,
   example: Example,
-  progress: Callable[[str, int, int], None] | None = None,
+  recording: Recording | None = None,
+  progress: Progress = lambda phase, done, total: None,
 ) -> Answer:
   """Asks one question, greedily; the answer ends where the model ends it, or at its limit."""
   assert loaded.tokenizer is not None
-  result = generate(
+  result = _generate(
+    loaded,
     runner,
-    loaded.params,
-    [example.prompt_ids],
-    max_new_tokens=example.new_tokens,
+    example.prompt_ids,
+    example.new_tokens,
+    recording,
     stop_ids=loaded.tokenizer.eos_ids,
     progress=progress,
   )
   text = loaded.tokenizer.decode(result.tokens[0])
   score = tasks.score(example.references, text)
-  return Answer(text, score, result.stopped[0], result.ttft_s, result.step_s)
+  ttft_s = None if recording else result.ttft_s
+  return Answer(text, score, result.stopped[0], ttft_s, result.step_s)
+
+
+def _generate(
+  loaded: Loaded,
+  runner: Runner,
+  prompt: Sequence[int],
+  new_tokens: int,
+  recording: Recording | None,
+  **options,
+) -> Generation:
+  params = loaded.params
+  if recording is None:
+    return generate(runner, params, [prompt], max_new_tokens=new_tokens, **options)
+  prefilled = replay.replayed(runner, params, recording)
+  return decode(runner, params, *prefilled, max_new_tokens=new_tokens, **options)
 
 
 def observation_window(policy: Policy, make: Callable[..., Policy] | None = None) -> int | None:
@@ -92,7 +119,7 @@ def task_row(
   `question_in_window`, whether all questions fit in it; `answers`, each with what was expected.
   """
   tokens = [len(example.prompt_ids) for example in examples]
-  ttft_s = [answer.ttft_s for answer in answers]
+  ttft_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
   step_s = [second for answer in answers for second in answer.step_s]
   row = results.make_row(
     model=loaded.name,
@@ -110,13 +137,17 @@ def task_row(
     prompt_tokens=max(tokens),
     output_tokens=max(example.new_tokens for example in examples),
     compile_s=compile_s,
-    prefill_tokens_per_s=sum(tokens) / sum(ttft_s),
     simulated=False,
-    **results.percentiles("ttft_s", ttft_s),
+    **(_prefill_speed(tokens, ttft_s) if ttft_s else {}),
     **results.byte_fields(runner),
     **(_decode_speed(step_s) if step_s else {}),  # every answer may end with its first token
   )
   return row | _question_fields(runner, examples) | {"answers": _shown(examples, answers)}
+
+
+def _prefill_speed(tokens: Sequence[int], ttft_s: Sequence[float]) -> results.Row:
+  speed = {"prefill_tokens_per_s": sum(tokens) / sum(ttft_s)}
+  return speed | results.percentiles("ttft_s", ttft_s)
 
 
 def _decode_speed(step_s: Sequence[float]) -> results.Row:

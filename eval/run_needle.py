@@ -8,6 +8,9 @@ Questions are made once, from a plain text; every policy answers all of them, de
 of results.jsonl is one policy, store, budget and task, written when that task is done, so what is
 finished stays when a run is interrupted. `eval.ruler` and `eval.recall` describe the tasks,
 `eval.harness` the fields of a row beside the usual ones.
+
+With --share_prefill every prompt is prefilled once for all policies (`eval.replay`), which takes a
+fraction of the time; then no time to the first token is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from pathlib import Path
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli, harness, plots, results, ruler, tasks, texts
+from eval import cli, harness, plots, replay, results, ruler, tasks, texts
+from eval.harness import Answer
+from eval.replay import Recording
 from eval.results import Row
 from eval.run_throughput import pick_policies
 from eval.tasks import Example
@@ -48,6 +53,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("num_samples", 4, "Questions of each task.", lower_bound=1)
   flags.DEFINE_string("text_file", None, "Plain text to hide facts in; default: King James.")
   flags.DEFINE_integer("seed", 0, "Seed of everything that is hidden, and of where.")
+  flags.DEFINE_bool("share_prefill", False, "Prefill each prompt once for all policies.")
   cli.define_out_dir("needle")
 
 
@@ -68,7 +74,10 @@ def main(args: flags.FlagValues) -> None:
   print(_plan(loaded, text_line, examples, runners, out_dir), flush=True)
   manifest = results.make_manifest(cli.flag_values(), loaded, {text_name: text_hash})
   with results.run_folder(out_dir, manifest):
-    rows = measure(loaded, runners, examples, lambda row: results.append_row(out_dir, row))
+    recorder = replay.recorder(loaded.model, cache) if args.share_prefill else None
+    rows = measure(
+      loaded, runners, examples, lambda row: results.append_row(out_dir, row), recorder
+    )
   title = f"{loaded.name}, {text_name}, {args.prompt_tokens:,} tokens\n{rows[0]['device']}"
   pictures = _draw(rows, title, out_dir)
   print(report(rows))
@@ -108,8 +117,9 @@ def measure(
   runners: Sequence[Runner],
   examples: Sequence[Example],
   finished: Callable[[Row], None] = lambda row: None,
+  recorder: Runner | None = None,
 ) -> list[Row]:
-  """Result rows: for every runner one of each task.
+  """Result rows: of every task one for each runner.
 
   Args:
     loaded: the model.
@@ -117,26 +127,43 @@ def measure(
       what they are compared with.
     examples: task by task.
     finished: is given each row as soon as it is complete.
+    recorder: prefills each prompt for all of them (`eval.replay`); None where each does it itself.
   """
   rows: list[Row] = []
-  groups = [list(group) for _, group in itertools.groupby(examples, lambda one: one.task)]
-  work = sum(map(_tokens, examples)) * len(runners)
+  prefills = len(runners) if recorder is None else 1
+  work = sum(len(one.prompt_ids) * prefills + one.new_tokens * len(runners) for one in examples)
   slow = 0.5 if sys.stderr.isatty() else 30.0  # a log needs fewer lines than a terminal
   with tqdm(total=work, unit="tok", unit_scale=True, mininterval=slow, smoothing=0.1) as bar:
-    for runner in runners:
-      label = plots.label(
-        {"policy": runner.policy.name, "budget_tokens": runner.policy.budget_tokens}
-      )
-      bar.set_description(f"{label} compiling")
-      compile_s = harness.compile_runner(loaded, runner, examples[0])
-      for group in groups:
-        bar.set_description(f"{label} {group[0].task}")
-        answers = [harness.ask(loaded, runner, one, _progress(bar, one)) for one in group]
-        row = compare(harness.task_row(loaded, runner, group, answers, compile_s), rows)
+    compile_s: list[float] = []
+    for _, group in itertools.groupby(examples, lambda one: one.task):
+      answers: list[list[Answer]] = [[] for _ in runners]
+      group = list(group)
+      for example in group:
+        recording = _recorded(loaded, recorder, example, bar) if recorder else None
+        for place, runner in enumerate(runners):
+          if place == len(compile_s):
+            bar.set_description(f"{_label(runner)} compiling")
+            compile_s.append(harness.compile_runner(loaded, runner, example, recording))
+          bar.set_description(f"{_label(runner)} {example.task}")
+          progress = _progress(bar, 0 if recording else len(example.prompt_ids))
+          answers[place].append(harness.ask(loaded, runner, example, recording, progress))
+      for case in zip(runners, answers, compile_s, strict=True):
+        row = compare(harness.task_row(loaded, case[0], group, *case[1:]), rows)
         finished(row)
         rows.append(row)
     bar.set_description("done")
   return rows
+
+
+def _label(runner: Runner) -> str:
+  policy = runner.policy
+  return plots.label({"policy": policy.name, "budget_tokens": policy.budget_tokens})
+
+
+def _recorded(loaded: Loaded, recorder: Runner, example: Example, bar: tqdm) -> Recording:
+  bar.set_description(f"prefill {example.task}")
+  progress = _progress(bar, len(example.prompt_ids))
+  return replay.record(recorder, loaded.params, example.prompt_ids, progress)
 
 
 def compare(row: Row, rows: Sequence[Row]) -> Row:
@@ -243,12 +270,16 @@ def _tokens(example: Example) -> int:
   return len(example.prompt_ids) + example.new_tokens
 
 
-def _progress(bar: tqdm, example: Example) -> Callable[[str, int, int], None]:
+def _progress(bar: tqdm, prefill: int) -> Callable[[str, int, int], None]:
+  """Moves the bar by what is done of a prefill of so many tokens, and of the answer after it."""
   before = bar.n
 
   def update(phase: str, done: int, total: int) -> None:
     del total
-    bar.update(before + done + (len(example.prompt_ids) if phase == "decode" else 0) - bar.n)
+    if phase == "decode":
+      bar.update(before + prefill + done - bar.n)
+    elif prefill:
+      bar.update(before + done - bar.n)
 
   return update
 

@@ -71,9 +71,38 @@ def generate(
   check_request(runner, prompts, max_new_tokens)
   check_placed(runner, params)
   progress = progress or (lambda phase, done, total: None)
-  key = jnp.broadcast_to(jax.random.key(seed), (len(prompts),))
   begin = time.perf_counter()
   last, cache = prefill(runner, params, prompts, progress)
+  prefill_s = time.perf_counter() - begin
+  result = decode(
+    runner,
+    params,
+    last,
+    cache,
+    max_new_tokens=max_new_tokens,
+    stop_ids=stop_ids,
+    sampling=sampling,
+    seed=seed,
+    progress=progress,
+  )
+  return result._replace(ttft_s=prefill_s + result.ttft_s)
+
+
+def decode(
+  runner: Runner,
+  params: Params,
+  last: jax.Array,
+  cache: KVCache,
+  *,
+  max_new_tokens: int,
+  stop_ids: Collection[int] = (),
+  sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+  seed: int = 0,
+  progress: Progress = lambda phase, done, total: None,
+) -> Generation:
+  """`generate` from what `prefill` gave, of which the cache is donated; ttft_s counts from here."""
+  key = jnp.broadcast_to(jax.random.key(seed), cache.lengths.shape)
+  begin = time.perf_counter()
   tokens = steps.first_token(runner, sampling, params, last, key, cache.lengths)
   made = [to_host(tokens)]
   ttft_s = time.perf_counter() - begin

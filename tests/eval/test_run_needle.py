@@ -79,13 +79,13 @@ def test_the_run_folder(finished):
 
 
 def test_a_row_for_each_combination_dense_first(finished):
-  keys = [(r["policy"], r["store"], r["budget_tokens"], r["task"]) for r in _rows(finished[1])]
-  assert keys == [(*case, task) for case in CASES for task in TASKS]
+  keys = [(r["task"], r["policy"], r["store"], r["budget_tokens"]) for r in _rows(finished[1])]
+  assert keys == [(task, *case) for task in TASKS for case in CASES]
 
 
 def test_the_fields_of_a_row(finished):
   rows = _rows(finished[1])
-  dense = {row["task"]: row for row in rows[: len(TASKS)]}
+  dense = {row["task"]: row for row in rows if row["policy"] == "dense"}
   for row in rows:
     answers, baseline = row["answers"], dense[row["task"]]
     assert row["num_examples"] == 2 == len(answers) and row["metric"] == "string_match_all"
@@ -100,6 +100,17 @@ def test_the_fields_of_a_row(finished):
     assert row["simulated"] is False and row["batch_size"] == 1
     assert 0 < row["question_tokens"] < 400 and row["window_tokens"] is None
   assert rows[-1]["device_kv_bytes"] < rows[0]["device_kv_bytes"] <= rows[-1]["peak_kv_bytes"]
+
+
+def test_shared_prefill_gives_the_same_answers(inputs, finished, tmp_path):
+  flags = ("--policies=quest,streaming,dense", "--share_prefill", "--out_dir=out")
+  done = _run(*inputs, *flags, folder=tmp_path)
+  assert done.returncode == 0, done.stderr
+  rows = _rows(tmp_path / "out")
+  for row, own in zip(rows, _rows(finished[1]), strict=True):
+    assert row["answers"] == own["answers"]
+    assert row["ttft_s_p50"] is None is row["prefill_tokens_per_s"]
+    assert row["tpot_s_p50"] > 0 and row["device_kv_bytes"] == own["device_kv_bytes"]
 
 
 def test_every_policy_was_asked_the_same(finished):
@@ -233,11 +244,11 @@ def test_an_interrupt_leaves_what_is_finished(inputs, tmp_path):
   ) as process:
     assert process.stderr is not None
     for line in process.stderr:  # the bar: a text stream ends lines at its carriage returns too
-      if "quest@128" in line:  # dense is done
+      if TASKS[1] in line:  # the first is done
         break
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
   assert process.returncode == 130
   assert rest.endswith("stopped: interrupted\n") and "Traceback" not in rest
   finished = [json.loads(line) for line in rows.read_text().splitlines()]
-  assert [row["task"] for row in finished if row["policy"] == "dense"] == list(TASKS)
+  assert [row["policy"] for row in finished if row["task"] == TASKS[0]] == ["dense", *["quest"] * 2]

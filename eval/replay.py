@@ -1,0 +1,129 @@
+"""A prompt that is prefilled once and decoded under any number of policies.
+
+Prefill is dense under every policy, so that all of them are given the same queries, keys and values
+in it. `record` runs it once and notes what each layer projects; `replayed` gives a runner's policy
+and store these notes instead of a model, which leaves the cache that the runner's own prefill would
+have made, without a product of weights or an attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache as cached
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import CacheConfig, KVCache, ModelConfig, Runner, prepare
+from kvjax.engine.generate import prefill
+from kvjax.types import DENSE, LayerPlan, Model, Params, Policy, State
+
+
+class Projected(NamedTuple):
+  """What a layer projects of a prompt, before the position rule; S the prompt in whole chunks.
+
+  Attributes:
+    q: f[B, S, H, D].
+    k: f[B, S, K, D].
+    v: f[B, S, K, D].
+    hidden: f[B, S, E], what they are made of.
+  """
+
+  q: Any
+  k: Any
+  v: Any
+  hidden: Any
+
+
+class Recording(NamedTuple):
+  """One prompt.
+
+  Attributes:
+    prompt: its tokens.
+    last: f[1, E], the hidden state of the last of them.
+    layers: what each of the L layers made.
+  """
+
+  prompt: Sequence[int]
+  last: jax.Array
+  layers: tuple[Projected, ...]
+
+
+def recorder(model: Model, cache_config: CacheConfig) -> Runner:
+  """A dense runner of batch size 1 for `record`, which notes in the dtype of the cache."""
+  return prepare(_recording(model), _notes(), "resident", cache_config)
+
+
+def record(
+  runner: Runner,
+  params: Params,
+  prompt: Sequence[int],
+  progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+) -> Recording:
+  """Prefills with a `recorder`; progress as in `generate`."""
+  last, cache = prefill(runner, params, [prompt], progress)
+  return Recording(prompt, last, cache.policy_state)
+
+
+def replayed(runner: Runner, params: Params, recording: Recording) -> tuple[jax.Array, KVCache]:
+  """What `prefill(runner, params, [prompt])` gives."""
+  source = runner._replace(model=_replaying(runner.model))
+  return recording.last, prefill(source, (params, recording.layers), [recording.prompt])[1]
+
+
+def _notes() -> Policy:
+  def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
+    # A whole chunk is written even where the prompt ends within it; the longest has 1,024 tokens.
+    tokens = -(-cache.capacity_tokens // 1024) * 1024
+
+    def zeros(*shape: int) -> jax.Array:
+      return jnp.zeros((cache.batch_size, tokens, *shape), cache.dtype)
+
+    h, k, d = model.num_heads, model.num_kv_heads, model.head_dim
+    layers = tuple(
+      Projected(zeros(h, d), zeros(k, d), zeros(k, d), zeros(model.embed_dim))
+      for _ in range(model.num_layers)
+    )
+    return LayerPlan((DENSE,) * model.num_layers), layers
+
+  def select(state: State, inputs):
+    raise AssertionError(f"layer {inputs.layer} of a dense policy was asked to select")
+
+  return Policy("notes", None, ("resident",), register, lambda state, inputs: state, select)
+
+
+@cached  # one object, so that what is compiled for it is found again
+def _recording(model: Model) -> Model:
+  def forward(params, tokens, positions, cache, attend):
+    def noting(layer, q, k, v, cache, hidden):
+      out, cache = attend(layer, q, k, v, cache, hidden)
+      layers, start = cache.policy_state, positions[0, 0]
+
+      def write(whole, part):
+        return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, axis=1)
+
+      noted = jax.tree.map(write, layers[layer], Projected(q, k, v, hidden))
+      return out, cache.replace(policy_state=(*layers[:layer], noted, *layers[layer + 1 :]))
+
+    return model.forward(params, tokens, positions, cache, noting)
+
+  return model._replace(forward=forward)
+
+
+@cached
+def _replaying(model: Model) -> Model:
+  def forward(params, tokens, positions, cache, attend):
+    layers = params[1]
+    for layer, whole in enumerate(layers):
+      part = jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, positions[0, 0], tokens.shape[1], axis=1), whole
+      )
+      # Nobody looks at what attention gives, so that it is not computed.
+      _, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
+    return jnp.zeros_like(layers[0].hidden, shape=(*tokens.shape, model.config.embed_dim)), cache
+
+  def query(params, layer, hidden):
+    return model.query(params[0], layer, hidden)
+
+  return model._replace(forward=forward, query=query)
