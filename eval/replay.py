@@ -8,16 +8,18 @@ have made, without a product of weights or an attention.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache as cached
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvjax import CacheConfig, KVCache, ModelConfig, Runner, prepare
+from kvjax import CacheConfig, KVCache, ModelConfig, Runner, decode_step, prepare
 from kvjax.engine.generate import prefill
-from kvjax.types import DENSE, LayerPlan, Model, Params, Policy, State
+from kvjax.types import DENSE, LayerPlan, Model, Params, Policy, Selection, State
 
 
 class Projected(NamedTuple):
@@ -68,8 +70,41 @@ def record(
 
 def replayed(runner: Runner, params: Params, recording: Recording) -> tuple[jax.Array, KVCache]:
   """What `prefill(runner, params, [prompt])` gives."""
-  source = runner._replace(model=_replaying(runner.model))
+  source = runner._replace(model=_replaying(runner.model, attended=False))
   return recording.last, prefill(source, (params, recording.layers), [recording.prompt])[1]
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def replayed_step(
+  runner: Runner, attended: bool, params: Params, layers: tuple[Projected, ...], cache: KVCache
+) -> tuple[list[Selection], jax.Array, KVCache]:
+  """A decode step of a recorded token, the one behind what the cache holds, without the model.
+
+  The token is kept, and the policy looks at it and selects.
+
+  Args:
+    runner: of batch size 1.
+    attended: attention over what was selected is computed too.
+    params: weights, for policies that make queries of another layer.
+    layers: of a recording that is longer than what the cache holds.
+    cache: is donated.
+
+  Returns:
+    What each selecting layer selected, what attention gave (summed up), and the cache.
+  """
+  chosen = []
+
+  def select(state, inputs):
+    selection, state = runner.policy.select(state, inputs)
+    chosen.append(selection)
+    return selection, state
+
+  source = runner._replace(
+    model=_replaying(runner.model, attended), policy=runner.policy._replace(select=select)
+  )
+  token = jnp.zeros_like(cache.lengths)  # nobody looks at it
+  total, cache = inspect.unwrap(decode_step)(source, (params, layers), cache, token)
+  return chosen, total, cache
 
 
 def _notes() -> Policy:
@@ -112,18 +147,26 @@ def _recording(model: Model) -> Model:
 
 
 @cached
-def _replaying(model: Model) -> Model:
+def _replaying(model: Model, attended: bool) -> Model:
+  """A model that gives back what was recorded. Unless attended, nobody looks at what attention
+  gives, so that it is not computed."""
+
   def forward(params, tokens, positions, cache, attend):
     layers = params[1]
+    x = jnp.zeros_like(layers[0].hidden, shape=(*tokens.shape, model.config.embed_dim))
     for layer, whole in enumerate(layers):
       part = jax.tree.map(
-        lambda x: jax.lax.dynamic_slice_in_dim(x, positions[0, 0], tokens.shape[1], axis=1), whole
+        lambda a: jax.lax.dynamic_slice_in_dim(a, positions[0, 0], tokens.shape[1], axis=1), whole
       )
-      # Nobody looks at what attention gives, so that it is not computed.
-      _, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
-    return jnp.zeros_like(layers[0].hidden, shape=(*tokens.shape, model.config.embed_dim)), cache
+      out, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
+      x = x + out.sum() if attended else x
+    return x, cache
 
   def query(params, layer, hidden):
     return model.query(params[0], layer, hidden)
 
-  return model._replace(forward=forward, query=query)
+  def unembed(params, x):
+    del params
+    return x.astype(jnp.float32)
+
+  return model._replace(forward=forward, query=query, unembed=unembed)
