@@ -25,6 +25,27 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Every compiled program is mapped into memory in several pieces, of which Linux allows a process
+# 65,530; beyond them XLA crashes.
+_MOST_MAPS = 40_000
+
+
+def _maps() -> int:
+  try:
+    with open("/proc/self/maps", "rb") as file:
+      return sum(1 for _ in file)
+  except OSError:  # not Linux
+    return 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item):
+  """Forgets compiled programs before there are too many of them."""
+  del item
+  if _maps() > _MOST_MAPS:
+    jax.clear_caches()
+
+
 def _connect_locally(self: socket.socket, address, _connect=socket.socket.connect):
   if self.family in (socket.AF_INET, socket.AF_INET6):
     raise OSError(f"a test that is not marked slow tried to connect to {address}")
