@@ -21,6 +21,7 @@ from kvjax.cache import paged
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
 from kvjax.policies._digests import DIGESTS
+from kvjax.policies._kept import quantised
 from kvjax.policies._pages import all_pages, pages_there, replaced
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Params, Policy, State
 
@@ -171,10 +172,12 @@ class Score(NamedTuple):
   """A way to score pages: as quest's arguments of these names."""
 
   score: str
-  candidates: int
+  candidates: int = 1
+  digest_dtype: str | None = None
 
   def __str__(self) -> str:
-    return self.score if self.candidates == 1 else f"{self.score}*{self.candidates}"
+    dtype = f"/{self.digest_dtype}" if self.digest_dtype else ""
+    return self.score + dtype + (f"*{self.candidates}" if self.candidates > 1 else "")
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -213,6 +216,9 @@ def judge(
     split = keys.reshape(heads, -1, page_size, d)
     valid = jnp.broadcast_to(seen[-1].reshape(1, -1, page_size), split.shape[:-1])
     digests = digest.of_pages(split, valid)
+    if how.digest_dtype:
+      numbers, scales = quantised(digests)
+      digests = numbers.astype(jnp.float32) * scales
     guess = combined(digest.scores(jnp.einsum("skrz,kpz->skrp", digest.queries(q), digests)))
   first, true = rank(guess), rank(exact)
 

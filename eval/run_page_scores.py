@@ -5,7 +5,8 @@
 
 Hides numbers in a long text, prefills every prompt once with dense attention, and judges all scores
 on the same queries and keys (`eval.page_scores`); the answers come from real decoding with `quest`.
-A score is a name, or name*N: the best pages of N budgets are looked at again (`candidates`).
+A score is NAME, or NAME*N: the best pages of N budgets are looked at again (`candidates`).
+NAME/int8 and NAME/int8*N keep digests in int8 (`digest_dtype`).
 
 Beside the fields of every result row: `page_score`; `page_recall_ratio`, the share of the pages
 with the largest q . k that were chosen; `mass_kept_ratio`, the share of dense attention's weights
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -59,6 +61,7 @@ from models.fetch import KING_JAMES, file_sha256
 _PLOT = "page_scores.png"
 _DENSE_LAYERS = 2  # as quest's
 _DEPTHS = (0.2, 0.6)
+_SCORES = f"NAME, NAME*N, NAME/int8 or NAME/int8*N of {', '.join(DIGESTS)}"
 _COLUMNS = (
   *("page_score", "page_size", "budget_tokens", "page_recall_ratio", "mass_kept_ratio", "score"),
   *("digest_bytes", "read_bytes_per_step", "select_s"),
@@ -68,9 +71,7 @@ _COLUMNS = (
 def define_flags() -> None:
   """The flags of this command."""
   cli.define_model_flag()
-  flags.DEFINE_list(
-    "scores", [*DIGESTS, "minmax*2"], f"NAME or NAME*N of {', '.join(DIGESTS)}, commas between."
-  )
+  flags.DEFINE_list("scores", [*DIGESTS, "minmax*2"], f"{_SCORES}, commas between.")
   flags.DEFINE_list("budget_tokens", ["256", "512", "1024", "2048"], "Budgets, commas between.")
   flags.DEFINE_list("page_sizes", ["8", "16"], "Sizes of pages, separated by commas.")
   flags.DEFINE_string("text_file", None, "Plain text to hide numbers in; default: King James.")
@@ -131,11 +132,13 @@ def main(args: flags.FlagValues) -> None:
 
 
 def _score(name: str) -> Score:
-  score, star, candidates = name.partition("*")
-  candidates = candidates if star else "1"
-  if score not in DIGESTS or not candidates.isdecimal() or int(candidates) < 1:
-    raise ValueError(f"--scores: {name!r} is not NAME or NAME*N of {', '.join(DIGESTS)}")
-  return Score(score, int(candidates))
+  parts = re.fullmatch(r"(\w+)(?:/(int8))?(?:\*([1-9][0-9]*))?", name)
+  if parts is None or parts[1] not in DIGESTS:
+    raise ValueError(f"--scores: {name!r} is not {_SCORES}")
+  score = Score(parts[1], int(parts[3] or 1), parts[2])
+  if score.digest_dtype and not DIGESTS[score.score].vectors:
+    raise ValueError(f"--scores: {name!r}: {score.score} keeps no digests; leave /int8 out")
+  return score
 
 
 def _check(scores: Sequence[Score], budgets: Sequence[int], sizes: Sequence[int]) -> None:
@@ -224,7 +227,8 @@ def _measure(
 
 
 def _read_bytes(runner: Runner, score: Score, budget: int) -> int:
-  """Digests (or all keys where there are none), keys of candidates, and chosen keys and values."""
+  """What is kept of pages (or all keys where nothing is), keys of candidates, and chosen keys and
+  values."""
   config, cache = runner.model.config, runner.decode_config
   of_keys = config.num_kv_heads * config.head_dim * np.dtype(cache.dtype).itemsize
   of_keys *= len(runner.plan.select_layers)  # of one token

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.config import CacheConfig, ModelConfig
-from kvjax.policies import _pages as pages
+from kvjax.policies import _kept
 from kvjax.policies._digests import Digest
+from kvjax.policies._pages import replaced
 from kvjax.types import Inputs
 
 
@@ -23,7 +24,7 @@ class Listed(NamedTuple):
     prompt: i32[B], tokens of the prompt. A row's decode step is its length beyond that, from 1.
   """
 
-  digests: tuple[pages.Kept, ...]
+  digests: tuple[_kept.Kept, ...]
   lists: tuple[jax.Array, ...]
   prompt: jax.Array
 
@@ -34,7 +35,7 @@ def no_lists(
   """The state before the first token; digests are of pages of page_size tokens."""
   b, layers = cache.batch_size, model.num_layers
   return Listed(
-    pages.no_digests(digest, model, cache, layers, page_size),
+    _kept.no_digests(digest, model, cache, layers, page_size),
     tuple(jnp.zeros((b, heads, width), jnp.int32) for _ in range(layers)),
     jnp.zeros(b, jnp.int32),
   )
@@ -42,14 +43,14 @@ def no_lists(
 
 def with_keys(digest: Digest, state: Listed, inputs: Inputs, page_size: int) -> Listed:
   """The state after the keys of a chunk or of one token a row."""
-  kept = pages.with_keys(digest, state.digests[inputs.row], inputs, page_size)
+  kept = _kept.with_keys(digest, state.digests[inputs.row], inputs, page_size)
   prompt = inputs.lengths if inputs.k.shape[1] > 1 else state.prompt
-  return state._replace(digests=pages.replaced(state.digests, inputs.row, kept), prompt=prompt)
+  return state._replace(digests=replaced(state.digests, inputs.row, kept), prompt=prompt)
 
 
 def with_list(state: Listed, inputs: Inputs, listed: jax.Array) -> Listed:
   """The state with another list i32[B, heads, M] of this layer."""
-  return state._replace(lists=pages.replaced(state.lists, inputs.row, listed))
+  return state._replace(lists=replaced(state.lists, inputs.row, listed))
 
 
 def with_born(pages: jax.Array, known: jax.Array, now: jax.Array) -> jax.Array:

@@ -1,34 +1,16 @@
-"""What policies that select pages share: digests of all pages, their scores, and the best of them.
-
-The digests of a layer are segments f[B, K, Z, Pi]. Where their form needs the keys of a whole page
-(`Digest.extend` is None), the keys of each row's newest page lie beside them.
-"""
+"""What policies that select pages share: scores of all pages, and the best of them."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.segments import Segments, read_at, segment_sizes, write_at, write_chunk
-from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies._digests import Digest
+from kvjax.policies._kept import Kept, WithNewest
 from kvjax.types import Inputs, Selection
 from pallas_kernels.page_scores import page_products
 
 GROUPS = ("max", "mean", "sum_probs", "none")
-FIRST_SEGMENT_PAGES = 512
-
-
-class WithNewest(NamedTuple):
-  """Digests of a layer, and newest f[B, K, C, D], the keys of each row's newest page."""
-
-  digests: Segments
-  newest: jax.Array
-
-
-Kept = Segments | WithNewest
 
 
 def pages_of_budget(budget_tokens: int, page_size: int, protected: int = 0) -> int:
@@ -55,73 +37,15 @@ def check_option(name: str, value: str, known) -> None:
     raise ValueError(f"unknown {name} {value!r}; expected one of {', '.join(known)}")
 
 
-def no_digests(
-  digest: Digest, model: ModelConfig, cache: CacheConfig, layers: int, page_size: int
-) -> tuple[Kept, ...]:
-  """What each of the layers keeps before the first token; pages of page_size tokens, which divides
-  that of the cache."""
-  pages = cache.pages_per_row * (cache.page_size // page_size)
-  b, k, d = cache.batch_size, model.num_kv_heads, model.head_dim
-  sizes = segment_sizes(pages, FIRST_SEGMENT_PAGES) if digest.vectors else ()
-
-  def layer() -> Kept:
-    digests = tuple(jnp.zeros((b, k, digest.size(d), size), cache.dtype) for size in sizes)
-    if digest.extend or not digest.vectors:
-      return digests
-    return WithNewest(digests, jnp.zeros((b, k, page_size, d), cache.dtype))
-
-  return tuple(layer() for _ in range(layers))
-
-
-def with_keys(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> Kept:
-  """What a layer keeps after the keys of a chunk or of one token a row."""
-  if not digest.vectors:
-    return kept
-  if inputs.k.shape[1] > 1:
-    return _with_chunk(digest, kept, inputs, page_size)
-  position, key = inputs.positions[:, 0], inputs.k[:, 0]
-  page, slot = position // page_size, position % page_size
-  if isinstance(kept, WithNewest):
-    newest = _with_key(kept.newest, key, slot)
-    valid = jnp.arange(page_size)[None] <= slot[:, None]
-    grown = digest.of_pages(newest, jnp.broadcast_to(valid[:, None], newest.shape[:-1]))
-    return WithNewest(write_at(kept.digests, page, grown, axis=3), newest)
-  assert digest.extend is not None
-  count = jnp.broadcast_to(slot[:, None], key.shape[:2])
-  grown = digest.extend(read_at(kept, page), key.astype(kept[0].dtype), count)
-  return write_at(kept, page, grown, axis=3)
-
-
-def _with_key(newest: jax.Array, key: jax.Array, slot: jax.Array) -> jax.Array:
-  here = (jnp.arange(newest.shape[2])[None] == slot[:, None])[:, None, :, None]
-  return jnp.where(here, key[:, :, None].astype(newest.dtype), newest)
-
-
-def _with_chunk(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> Kept:
-  b, s, heads, d = inputs.k.shape
-  keys = inputs.k.swapaxes(1, 2).reshape(b, heads, s // page_size, page_size, d)
-  valid = inputs.valid.reshape(b, 1, s // page_size, page_size)
-  chunk = digest.of_pages(keys, jnp.broadcast_to(valid, keys.shape[:-1])).swapaxes(2, 3)
-  start, holds = inputs.positions[0, 0] // page_size, valid[:, 0].any(axis=-1)
-  digests = kept.digests if isinstance(kept, WithNewest) else kept
-  digests = write_chunk(digests, chunk, start, holds, axis=3)
-  if not isinstance(kept, WithNewest):
-    return digests
-  last = jnp.maximum(holds.sum(axis=-1) - 1, 0)  # of the pages of this chunk
-  newest = jnp.take_along_axis(keys, last[:, None, None, None, None], axis=2)[:, :, 0]
-  some = holds.any(axis=-1)[:, None, None, None]
-  return WithNewest(digests, jnp.where(some, newest.astype(kept.newest.dtype), kept.newest))
-
-
 def scores_of(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> jax.Array:
   """f32[B, K, G, P]; pages that a row lacks get anything."""
   b, _, _, d = inputs.q.shape
   q = inputs.q.reshape(b, inputs.k.shape[2], -1, d)
   if not digest.vectors:
     return _exact_scores(q, inputs, page_size)
-  digests = kept.digests if isinstance(kept, WithNewest) else kept
+  digests, scales = (kept.digests, kept.scales) if isinstance(kept, WithNewest) else (kept, ())
   num_pages = -(-inputs.lengths.max() // page_size)
-  return digest.scores(page_products(digest.queries(q), digests, num_pages))
+  return digest.scores(page_products(digest.queries(q), digests, num_pages, scales))
 
 
 def _exact_scores(q: jax.Array, inputs: Inputs, page_size: int) -> jax.Array:

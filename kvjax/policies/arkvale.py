@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _pages as pages
 from kvjax.policies._digests import DIGESTS
+from kvjax.policies._kept import no_digests, with_keys
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -63,10 +64,10 @@ def arkvale(
       )
     roles = (DENSE if layer < dense_layers else SELECT for layer in range(model.num_layers))
     plan = LayerPlan(tuple(roles))
-    return plan, pages.no_digests(digest, model, cache, len(plan.select_layers), page_size)
+    return plan, no_digests(digest, model, cache, len(plan.select_layers), page_size)
 
   def preprocess(state: State, inputs: Inputs) -> State:
-    kept = pages.with_keys(digest, state[inputs.row], inputs, page_size)
+    kept = with_keys(digest, state[inputs.row], inputs, page_size)
     return pages.replaced(state, inputs.row, kept)
 
   def select(state: State, inputs: Inputs) -> tuple[Selection, State]:

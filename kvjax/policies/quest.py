@@ -18,6 +18,7 @@ from __future__ import annotations
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _pages as pages
 from kvjax.policies._digests import DIGESTS
+from kvjax.policies._kept import check_digest_dtype, no_digests, with_keys
 from kvjax.policies._pages import GROUPS
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
@@ -31,6 +32,7 @@ def quest(
   force_last: bool = True,
   score: str = "minmax",
   candidates: int = 1,
+  digest_dtype: str | None = None,
 ) -> Policy:
   """Quest's page selection.
 
@@ -50,6 +52,10 @@ def quest(
       but "mean" (half) and "exact" (nothing) take the bytes of two keys a page.
     candidates: with 2 or more, the best pages of so many budgets are looked at again, and the
       largest q . k of their keys decides; not for the group "none".
+    digest_dtype: of what is kept of a page, None for the dtype of keys. "int8" keeps it in a
+      quarter of the bytes of f32, with one scale a page and the keys of the newest page. Numbers
+      are rounded to the nearest, so that "minmax" is no bound any more; outwards it would be one,
+      but a worse guess.
 
   Raises:
     ValueError: an argument outside these ranges.
@@ -61,15 +67,17 @@ def quest(
     raise ValueError(
       f"candidates {candidates} with group {group!r}: expected 1, or more and another group"
     )
+  check_digest_dtype(digest_dtype, score)
   digest = DIGESTS[score]
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
     roles = (DENSE if layer < dense_layers else SELECT for layer in range(model.num_layers))
     plan = LayerPlan(tuple(roles))
-    return plan, pages.no_digests(digest, model, cache, len(plan.select_layers), page_size)
+    layers = len(plan.select_layers)
+    return plan, no_digests(digest, model, cache, layers, page_size, digest_dtype)
 
   def preprocess(state: State, inputs: Inputs) -> State:
-    kept = pages.with_keys(digest, state[inputs.row], inputs, page_size)
+    kept = with_keys(digest, state[inputs.row], inputs, page_size)
     return pages.replaced(state, inputs.row, kept)
 
   def select(state: State, inputs: Inputs) -> tuple[Selection, State]:

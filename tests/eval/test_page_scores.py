@@ -63,11 +63,13 @@ def _digests(cache):
   return [segment for row in cache.policy_state for segment in getattr(row, "digests", row)]
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("score", ["exact", "mean"])
-def test_recall_and_mass_by_hand(captured, score):
+def test_recall_and_mass_by_hand(captured, score, dtype):
   """Pages of 8: budgets of two, of four and of all of them."""
   widths, cache = (2, 4, 16), captured.cache
-  recall, mass = page_scores.judge_layers(page_scores.Score(score, 1), widths, captured, cache)
+  how = page_scores.Score(score, 1, None if score == "exact" else dtype)
+  recall, mass = page_scores.judge_layers(how, widths, captured, cache)
   keys = np.asarray(matrix.paged_keys(cache, 0))[0]  # f[K, P, C, D]
   k, p, c, d = keys.shape
   queries = np.asarray(captured.queries).reshape(STEPS, k, -1, d)
@@ -126,7 +128,7 @@ def arguments(tmp_path_factory):
   return {
     "model": str(model),
     "text_file": str(text),
-    "scores": ["mean", "mean*2", "exact"],
+    "scores": ["mean", "mean*2", "mean/int8", "mean/int8*2", "exact"],
     "budget_tokens": ["64", "128"],
     "page_sizes": ["8", "16"],
     "prompt_tokens": 800,
@@ -142,21 +144,32 @@ def test_the_rows_and_the_plot(arguments, tmp_path):
   assert names == ["manifest.json", "page_scores.png", "results.jsonl"]
   rows = list(map(json.loads, (tmp_path / "out/results.jsonl").read_text().splitlines()))
   cells = [(row["page_size"], row["page_score"], row["budget_tokens"]) for row in rows]
-  assert cells == list(itertools.product((8, 16), ("mean", "mean*2", "exact"), (64, 128)))
+  assert cells == list(itertools.product((8, 16), arguments["scores"], (64, 128)))
   for row in rows:
     assert row["num_examples"] == 4 and row["dense_score"] is not None and row["select_s"] > 0
     assert 0 < row["mass_kept_ratio"] < 1 and 0 <= row["page_recall_ratio"] <= 1
     assert row["page_score"] != "exact" or np.isclose(row["page_recall_ratio"], 1)
-    some = row["page_score"] != "exact"
-    assert row["digest_bytes"] == some * rows[0]["digest_bytes"] * 8 // row["page_size"]
+  key = tiny.CONFIG.num_kv_heads * tiny.CONFIG.head_dim  # numbers of one token, or of one mean
+  for row in rows:  # one layer selects
+    pages = rows[0]["digest_bytes"] // (4 * key) * 8 // row["page_size"]
+    int8 = pages * (key + 4 * tiny.CONFIG.num_kv_heads) + row["page_size"] * 4 * key
+    name, _, candidates = row["page_score"].partition("*")
+    kept = {"mean": pages * 4 * key, "mean/int8": int8, "exact": 0}[name]
+    assert row["digest_bytes"] == kept
+    if kept:
+      tokens = (2 + int(candidates or 0)) * row["budget_tokens"]
+      assert row["read_bytes_per_step"] == kept + tokens * 4 * key
 
 
 @pytest.mark.parametrize(
   ("change", "complaint"),
   [
-    ({"scores": ["median"]}, r"--scores: 'median' is not NAME or NAME\*N of minmax"),
-    ({"scores": ["mean*"]}, r"--scores: 'mean\*' is not NAME or NAME\*N"),
-    ({"scores": ["mean*0"]}, r"--scores: 'mean\*0' is not NAME or NAME\*N"),
+    ({"scores": ["median"]}, r"'median' is not NAME, NAME\*N, NAME/int8 or NAME/int8\*N of minmax"),
+    ({"scores": ["mean*"]}, r"--scores: 'mean\*' is not NAME, NAME\*N"),
+    ({"scores": ["mean*0"]}, r"--scores: 'mean\*0' is not NAME, NAME\*N"),
+    ({"scores": ["mean/int4"]}, r"--scores: 'mean/int4' is not NAME, NAME\*N"),
+    ({"scores": ["mean*2/int8"]}, r"--scores: 'mean\*2/int8' is not NAME, NAME\*N"),
+    ({"scores": ["exact/int8"]}, "--scores: 'exact/int8': exact keeps no digests; leave /int8 out"),
     ({"scores": []}, "--scores is empty, expected some of"),
     ({"page_sizes": ["12"]}, "--page_sizes=12: expected some of"),
     ({"budget_tokens": ["31"]}, "31 is under two pages of 16 tokens"),

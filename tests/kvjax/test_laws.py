@@ -16,7 +16,7 @@ from kvjax import POLICIES, STORES, generate, selected_pages
 from kvjax.engine import steps
 from kvjax.engine.generate import check_overflow, prefill
 from kvjax.policies._attention import ring_positions
-from kvjax.policies._pages import WithNewest
+from kvjax.policies._kept import WithNewest
 from tests.kvjax import masked, matrix
 from tests.kvjax.matrix import LENGTHS, NUM_STEPS, PAGE, ROWS, SHAPES
 from tests.models import naive

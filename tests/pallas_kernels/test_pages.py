@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import page_bounds as bounds
 from pallas_kernels.control import run_if, unless_finite
-from pallas_kernels.page_scores import page_scores, page_scores_reference
+from pallas_kernels.page_scores import page_products, page_scores, page_scores_reference
 
 RELATIVE = {"float32": 1e-5, "bfloat16": 2e-2}
 COUNTS = (1, 2, 7, 8)
@@ -56,6 +56,26 @@ def test_scores(d, group, dtype):
   score = jax.jit(page_scores)
   for num_pages, read in ((1, 4), (4, 4), (5, 8), (8, 8), (9, 14), (14, 14)):
     found = score(q, segments, jnp.int32(num_pages))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found[..., :read], expected[..., :read], **tolerance)
+    assert np.isneginf(found[..., read:]).all()
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+def test_products_with_int8(dtype):
+  """Segments of fewer pages than are converted at a time, of as many, and of a rest."""
+  queries = _normal(0, (2, 2, 3, 33), dtype)
+  rng = np.random.default_rng(1)
+  numbers = rng.integers(-127, 128, (2, 2, 33, 274)).astype(np.int8)
+  scales = rng.uniform(0.1, 2, (2, 2, 1, 274)).astype(np.float32)
+  products = np.einsum("bkgz,bkzp->bkgp", np.asarray(queries, np.float64), numbers.astype(float))
+  expected = products * scales
+  tolerance = {"rtol": RELATIVE[dtype], "atol": RELATIVE[dtype] * np.abs(expected).max()}
+  places = [10, 74, 174]  # segments of 10, 64, 100 and 100 pages
+  segments = [tuple(map(jnp.asarray, np.split(x, places, axis=-1))) for x in (numbers, scales)]
+  product = jax.jit(lambda q, digests, count, scales: page_products(q, digests, count, scales))
+  for num_pages, read in ((1, 10), (10, 10), (11, 74), (274, 274)):
+    found = product(queries, segments[0], jnp.int32(num_pages), segments[1])
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found[..., :read], expected[..., :read], **tolerance)
     assert np.isneginf(found[..., read:]).all()
