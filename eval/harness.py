@@ -10,6 +10,7 @@ from typing import NamedTuple
 from eval import results, tasks
 from eval.tasks import Example
 from kvjax import POLICIES, Runner, generate
+from kvjax.policies import split_spec
 from kvjax.types import Policy
 from models import Loaded
 
@@ -70,12 +71,13 @@ def observation_window(policy: Policy, make: Callable[..., Policy] | None = None
   drop anything if the question stands within those tokens.
 
   Args:
-    policy: any.
-    make: the function that made it, with its default options; by default the one of its name.
+    policy: any; if its window is not the default, its name says so, as on command lines.
+    make: the function that made it; by default the one of its name.
   """
-  make = make or POLICIES.get(policy.name)
-  options = inspect.signature(make).parameters if make and policy.keep else {}
-  return options["window"].default if "window" in options else None
+  name, options = split_spec(policy.name)
+  make = make or POLICIES.get(name)
+  known = inspect.signature(make).parameters if make and policy.keep else {}
+  return int(options.get("window", known["window"].default)) if "window" in known else None
 
 
 def task_row(
