@@ -99,8 +99,8 @@ def load(source: str, dtype: str = "float32") -> Loaded:
 
 def abstract(source: str, dtype: str = "float32") -> tuple[Model, Params]:
   """A model with `jax.ShapeDtypeStruct`s for parameters, so that its bytes can be counted and its
-  programs compiled on any machine; reads no weights, so that its content hash is not known. Arguments
-  and errors are those of `load`."""
+  programs compiled on any machine; reads no weights, and so knows no hash of them. Arguments and
+  errors are those of `load`."""
   return _abstract(_find(source), dtype)
 
 

@@ -282,7 +282,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def _fields(config: ModelConfig) -> dict[str, Any]:
-  """Every field but the hash of the weights that the config came with: the checkpoint has its own."""
+  """Every field but the hash of the weights that a config came with: the checkpoint has its own."""
   fields = dataclasses.asdict(config)
   del fields["content_hash"]
   return fields

@@ -79,7 +79,7 @@ def _fits(value: Any, hint: Any) -> bool:
   origin, inner = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_fits(value, one) for one in inner)
-  if not isinstance(origin or hint, type):
+  if hint is Any or not isinstance(origin or hint, type):
     return True
   if isinstance(value, bool) and hint is not bool:  # for Python an int
     return False

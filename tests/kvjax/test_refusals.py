@@ -12,6 +12,7 @@ from kvjax import POLICIES, STORES, CacheConfig, make_policy, prepare
 from tests.kvjax import matrix
 
 MODEL = matrix.tiny_model(matrix.SHAPES[0])[0]  # 3 layers, 2 KV heads
+ONE_LAYER = matrix.tiny_model(matrix.SHAPES[0], 1)[0]
 CACHE = CacheConfig(1, 160)
 # One token, or page, under what each policy always attends to.
 TOO_SMALL = {
@@ -78,9 +79,8 @@ def test_a_dropping_policy_on_a_recalling_store(policy):
 
 
 def test_a_policy_that_looks_ahead_on_one_layer():
-  model = matrix.tiny_model(matrix.SHAPES[0], 1)[0]
   made = make_policy("infinigen")
-  _refused(lambda: prepare(model, made, "resident", CACHE), "infinigen", "one layer ahead")
+  _refused(lambda: prepare(ONE_LAYER, made, "resident", CACHE), "infinigen", "one layer ahead")
 
 
 @pytest.mark.parametrize(

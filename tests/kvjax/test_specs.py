@@ -59,7 +59,7 @@ def test_a_file_takes_options_too(tmp_path):
 @pytest.mark.parametrize(
   ("spec", "message"),
   [
-    ("qest:score=mean", "unknown policy 'qest'; expected one of dense, quest"),
+    ("qest:score=mean", "unknown policy 'qest'; expected one of arkvale"),
     (
       "quest:scor=mean",
       "policy 'quest' has no option scor; it has budget_tokens, page_size, dense",
