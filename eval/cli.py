@@ -22,8 +22,13 @@ import jax
 from absl import app, flags, logging
 
 from kvjax.config import PAGE_SIZES
+from kvjax.policies import POLICIES
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
+_POLICY = (
+  f"one of {', '.join(POLICIES)}, or the path of a .py file; with options, NAME:option=value:..., "
+  "as quest:score=mean or omnikv:profile=FILE"
+)
 _OURS = ("__main__", "kvjax", "models", "pallas_kernels", "eval", "scripts")
 
 # Flags that are defined here belong to the command that asked for them, in --help too.
@@ -63,7 +68,7 @@ def define_model_flag() -> None:
 
 def define_policy_flags(policy: str = "quest", budget_tokens: int = 2048) -> None:
   """--policy, --store, --budget_tokens and --page_size, for commands that run one policy."""
-  flags.DEFINE_string("policy", policy, "Which keys and values count: dense, quest, streaming.")
+  flags.DEFINE_string("policy", policy, f"Which keys and values count: {_POLICY}.")
   flags.DEFINE_string("store", None, "Where they live; by default the policy's own first choice.")
   flags.DEFINE_integer("budget_tokens", budget_tokens, "Tokens that a policy attends to.")
   define_page_size_flag()
@@ -71,7 +76,12 @@ def define_policy_flags(policy: str = "quest", budget_tokens: int = 2048) -> Non
 
 def define_policies_flags(policies: Sequence[str], budget_tokens: Sequence[int]) -> None:
   """--policies, --stores, --budget_tokens and --page_size, for commands that compare policies."""
-  flags.DEFINE_list("policies", list(policies), "Policies to compare, separated by commas.")
+  flags.DEFINE_list(
+    "policies",
+    list(policies),
+    f"Policies to compare, separated by commas. Each is {_POLICY}. One whose options have commas "
+    "stands in double quotes: 'dense,\"omnikv:filter_layers=(2,8)\"'.",
+  )
   flags.DEFINE_list("stores", [], "A store for each policy; by default its own first choice.")
   flags.DEFINE_list(
     "budget_tokens", [str(one) for one in budget_tokens], "Budgets, separated by commas."

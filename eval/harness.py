@@ -16,6 +16,7 @@ from eval.replay import Recording
 from eval.tasks import Example
 from kvjax import POLICIES, Generation, Runner, generate
 from kvjax.engine.generate import Progress, decode
+from kvjax.policies import split_spec
 from kvjax.types import Policy
 from models import Loaded
 
@@ -97,12 +98,13 @@ def observation_window(policy: Policy, make: Callable[..., Policy] | None = None
   drop anything if the question stands within those tokens.
 
   Args:
-    policy: any.
-    make: the function that made it, with its default options; by default the one of its name.
+    policy: any; if its window is not the default, its name says so, as on command lines.
+    make: the function that made it; by default the one of its name.
   """
-  make = make or POLICIES.get(policy.name)
-  options = inspect.signature(make).parameters if make and policy.keep else {}
-  return options["window"].default if "window" in options else None
+  name, options = split_spec(policy.name)
+  make = make or POLICIES.get(name)
+  known = inspect.signature(make).parameters if make and policy.keep else {}
+  return int(options.get("window", known["window"].default)) if "window" in known else None
 
 
 def task_row(

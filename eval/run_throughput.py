@@ -272,7 +272,7 @@ def measure(
       bandwidth = max(bandwidth, read())
       lanes = [advance(lane, min(ROUND_STEPS, output_tokens - done)) for lane in lanes]
     for lane, sample in zip(lanes, samples, strict=True):
-      check_overflow(lane.cache)
+      check_overflow(lane.runner, lane.cache)
       sample.ttft_s.append(lane.ttft_s)
       sample.step_s.extend(lane.step_s)
   rows = [

@@ -1,4 +1,5 @@
-"""Frozen configurations. Changing any field of them recompiles what was built from it."""
+"""Frozen configurations. Changing any field of them recompiles what was built from it, but for
+`content_hash`, which says of a model which weights it has and changes nothing that is computed."""
 
 from __future__ import annotations
 
@@ -64,6 +65,9 @@ class ModelConfig:
     window_tokens: tokens that a query sees, itself included (sliding window); None for all.
     norm_last: OPT-350m: norms come after the residual sum, and there is no final one.
     token_dim: OPT-350m: width of the embedding, projected to E and back; None for E.
+    content_hash: sha256 of the weights, as `models.Loaded` has it, for policies that need a profile
+      of them; "" where they are unknown, as those that the caller made. Models of the same shape
+      are equal whatever their weights, and checkpoints do not hold it.
   """
 
   family: str
@@ -82,6 +86,7 @@ class ModelConfig:
   window_tokens: int | None = None
   norm_last: bool = False
   token_dim: int | None = None
+  content_hash: str = dataclasses.field(default="", compare=False)
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:

@@ -185,7 +185,7 @@ class Policy(NamedTuple):
   """Which KV matters now: OPKV's five callbacks as pure functions, and what they promise.
 
   Attributes:
-    name: its name in tables and on command lines.
+    name: its name in tables and on command lines; `make_policy` appends the options of a spec.
     budget_tokens: most tokens that a selecting layer reads in a step; None for all of them.
     stores: names of the stores it may run on, the default first.
     register: `register(model_config, cache_config) -> LayerPlan, state`: roles and initial state.

@@ -30,7 +30,7 @@ class Loaded(NamedTuple):
 
   Attributes:
     name: short name, for tables.
-    model: config and pure functions.
+    model: config and pure functions; the config has the content hash too.
     params: its weights.
     tokenizer: None for random weights and for files that carry none.
     content_hash: sha256 of the weights file; of the digests of all shards when there are several;
@@ -90,16 +90,17 @@ def load(source: str, dtype: str = "float32") -> Loaded:
       not fit into memory.
   """
   found = _find(source)
-  model, shapes = _abstract(found, dtype)
+  _, shapes = _abstract(found, dtype)
   check_fits(source, shapes)
-  return Loaded(
-    found.name, model, found.read(dtype), found.tokenizer, found.content_hash(dtype), found.path
-  )
+  params, content_hash = found.read(dtype), found.content_hash(dtype)
+  model = families.build(dataclasses.replace(found.config, content_hash=content_hash))
+  return Loaded(found.name, model, params, found.tokenizer, content_hash, found.path)
 
 
 def abstract(source: str, dtype: str = "float32") -> tuple[Model, Params]:
   """A model with `jax.ShapeDtypeStruct`s for parameters, so that its bytes can be counted and its
-  programs compiled on any machine; reads no weights. Arguments and errors are those of `load`."""
+  programs compiled on any machine; reads no weights, and so knows no hash of them. Arguments and
+  errors are those of `load`."""
   return _abstract(_find(source), dtype)
 
 

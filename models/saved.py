@@ -116,7 +116,7 @@ def write(
     if tokenizer is not None:
       tokenizer.backend.save(str(partial / _TOKENIZER))
       settings = _tokenizer_settings(tokenizer)
-    content = {"config": dataclasses.asdict(config), "dtype": dtype, "tokenizer": settings}
+    content = {"config": _fields(config), "dtype": dtype, "tokenizer": settings}
     content["files"] = {
       path.relative_to(partial).as_posix(): [path.stat().st_size, _digest(path)]
       for path in sorted(partial.rglob("*"))
@@ -279,6 +279,13 @@ def _kind(tensors: Mapping[str, jax.ShapeDtypeStruct], path: str) -> tuple | Non
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
   return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def _fields(config: ModelConfig) -> dict[str, Any]:
+  """Every field but the hash of the weights that a config came with: the checkpoint has its own."""
+  fields = dataclasses.asdict(config)
+  del fields["content_hash"]
+  return fields
 
 
 def _config(fields: dict[str, Any]) -> ModelConfig:

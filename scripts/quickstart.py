@@ -51,7 +51,11 @@ def define_flags() -> None:
   cli.define_model_flag()
   flags.DEFINE_string("text_file", None, "Plain text to hide numbers in; default: King James.")
   flags.DEFINE_integer("prompt_tokens", 6900, "Most tokens of a prompt.", lower_bound=1)
-  flags.DEFINE_list("policies", ["dense", "quest", "streaming"], "Policies, separated by commas.")
+  flags.DEFINE_list(
+    "policies",
+    ["dense", "quest", "streaming"],
+    "Policies, separated by commas; with options, NAME:option=value:...",
+  )
   flags.DEFINE_integer(
     "budget_tokens", 2048, "Tokens a policy attends to; half of it is shown beside it."
   )
@@ -102,7 +106,7 @@ def choose_policies(names: Sequence[str], budget_tokens: int) -> list[Policy]:
   return [
     make_policy(name, budget_tokens=budget, page_size=_PAGE_SIZE)
     for name in sorted(names, key=lambda name: name != "dense")
-    for budget in shown.get(name, (half, budget_tokens))
+    for budget in shown.get(name.partition(":")[0], (half, budget_tokens))
   ]
 
 

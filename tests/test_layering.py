@@ -43,6 +43,7 @@ def allowed_imports() -> dict[str, set[str]]:
       table[unit] = below | kernels | {unit}
     below |= set(layer)
   table["kvjax.types"].add("kvjax.config")
+  table["kvjax.policies"].add("kvjax.profiling")  # a profile is an option of theirs
   return table
 
 

@@ -117,7 +117,7 @@ def decode(
     step_s.append(time.perf_counter() - begin)
     ended |= np.isin(made[-1], stop)
   progress("decode", max_new_tokens, max_new_tokens)
-  check_overflow(cache)
+  check_overflow(runner, cache)
   rows = [_cut(row, stop) for row in np.stack(made, axis=1)]
   return Generation(rows, ended.tolist(), ttft_s, step_s, cache)
 
@@ -196,13 +196,21 @@ def check_placed(runner: Runner, params: Params) -> None:
     )
 
 
-def check_overflow(cache: KVCache) -> None:
+def check_overflow(runner: Runner, cache: KVCache) -> None:
   """Raises RuntimeError if any row was given tokens that it has no slot for."""
   rows = np.flatnonzero(to_host(cache.overflow))
-  if rows.size:
+  if not rows.size:
+    return
+  longest, policy = int(to_host(cache.lengths).max()), runner.policy
+  fixed = runner.store.drops and policy.evict is None  # what is generated has its own slots
+  if fixed and longest <= runner.prefill_config.capacity_tokens:
     raise RuntimeError(
-      f"rows {rows.tolist()} outgrew the cache; allocate a larger capacity_tokens and run again"
+      f"rows {rows.tolist()} made more tokens than policy {policy.name!r} has room for; raise its "
+      "option new_tokens and run again"
     )
+  raise RuntimeError(
+    f"rows {rows.tolist()} outgrew the cache; allocate a larger capacity_tokens and run again"
+  )
 
 
 def _cut(row: np.ndarray, stop: np.ndarray) -> list[int]:

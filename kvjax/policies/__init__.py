@@ -14,7 +14,10 @@ import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
+from kvjax.policies._spec import split_spec, values_of
 from kvjax.types import Policy
+
+_COMMON = ("budget_tokens", "page_size")
 
 POLICIES: dict[str, Callable[..., Policy]] = {
   name: getattr(importlib.import_module(f"{__name__}.{name}"), name)
@@ -23,35 +26,56 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 }
 
 
-def make_policy(name: str, **options) -> Policy:
+def make_policy(spec: str, /, **options) -> Policy:
   """The policy of this name with these options, e.g. `make_policy("quest", budget_tokens=2048)`.
+
+  Options may stand behind the name too, as they do on command lines: "quest:score=mean" or
+  "omnikv:profile=filters.npz". All of them but `budget_tokens` and `page_size` are then part of the
+  policy's name, by which results are told apart.
 
   `budget_tokens` and `page_size` may be given to any policy; those that read everything have no
   use for them.
 
   Args:
-    name: a key of `POLICIES`, or the path of a Python file that defines a policy function of the
-      file's own name.
+    spec: a key of `POLICIES`, or the path of a Python file that defines a policy function of the
+      file's own name; then, each behind a colon, option=value. A value is a literal of Python or a
+      text, and has no colon in it.
     **options: arguments of that function.
 
   Raises:
     ValueError: no such policy, no such option, or an option outside its range.
   """
+  name, texts = split_spec(spec)
   make = _from_file(Path(name)) if name.endswith(".py") else POLICIES.get(name)
   if make is None:
     raise ValueError(
       f"unknown policy {name!r}; expected one of {', '.join(POLICIES)}, or the path of a .py file"
     )
   known = inspect.signature(make).parameters
-  unknown = set(options) - set(known) - {"budget_tokens", "page_size"}
+  unknown = {*options, *texts} - {*known, *_COMMON}
   if unknown:
     raise ValueError(
       f"policy {name!r} has no option {', '.join(sorted(unknown))}; "
       f"it has {', '.join(known) or 'none'}"
     )
+  twice = sorted({*options} & {*texts})
+  if twice:
+    raise ValueError(
+      f"policy {spec!r}: {twice[0]} is given apart from it too, on command lines by a flag of its "
+      "own; leave it out here"
+    )
+  options |= values_of(spec, texts, make)
   if options.get("page_size", 1) < 1:
-    raise ValueError(f"page_size {options['page_size']} must be positive")
-  return make(**{key: value for key, value in options.items() if key in known})
+    raise ValueError(f"policy {spec!r}: page_size {options['page_size']} must be positive")
+  try:
+    policy = make(**{key: value for key, value in options.items() if key in known})
+  except ValueError as error:
+    message = str(error)
+    if message.startswith("policy"):
+      raise
+    raise ValueError(f"policy {spec!r}: {message}") from error
+  said = [f"{option}={text}" for option, text in texts.items() if option not in _COMMON]
+  return policy._replace(name=":".join([policy.name, *said])) if said else policy
 
 
 def _from_file(path: Path) -> Callable[..., Policy]:
@@ -68,4 +92,4 @@ def _from_file(path: Path) -> Callable[..., Policy]:
   return make
 
 
-__all__ = ["POLICIES", "make_policy"]
+__all__ = ["POLICIES", "make_policy", "split_spec"]

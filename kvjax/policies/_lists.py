@@ -80,11 +80,13 @@ def where_due(due: jax.Array, rank: Callable[[], jax.Array], listed: jax.Array) 
   return jax.lax.platform_dependent(listed, cpu=if_any, default=renew)
 
 
-def check_heads(name: str, heads: Collection[tuple[int, int]], model: ModelConfig) -> None:
-  """Raises ValueError for a pair (layer, KV head) that the model lacks."""
+def check_heads(
+  policy: str, option: str, heads: Collection[tuple[int, int]], model: ModelConfig
+) -> None:
+  """Raises ValueError for a pair (layer, KV head) in an option of a policy that the model lacks."""
   for layer, head in heads:
     if not (0 <= layer < model.num_layers and 0 <= head < model.num_kv_heads):
       raise ValueError(
-        f"{name} names KV head {head} of layer {layer}; the model has {model.num_layers} layers of "
-        f"{model.num_kv_heads} KV heads"
+        f"policy {policy!r}: {option} names KV head {head} of layer {layer}; the model has "
+        f"{model.num_layers} layers of {model.num_kv_heads} KV heads"
       )

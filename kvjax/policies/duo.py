@@ -1,12 +1,14 @@
 """DuoAttention (Xiao et al., ICLR 2025): retrieval heads keep everything, streaming heads little.
 
 Which KV heads need the whole context is found once a model, by training a gate a head
-(`kvjax.profiling.duo_gates`), and is static. The others, the streaming heads, keep the first
-tokens and the most recent ones; what they drop is dropped for good, and their pages do not exist.
+(`kvjax.profiling.duo_gates`), and is static: those with the highest gates. The others, the
+streaming heads, keep the first tokens and the most recent ones; what they drop is dropped for good,
+and their pages do not exist.
 
-The pattern is given as the heads that keep everything. Prefill is dense in all heads, as everywhere
-here; the original's streaming heads are sparse in prefill too. A decode step still gathers as many
-places for a streaming head as for a full one, masked: bytes are saved, time on a CPU is not.
+The pattern is given as such a profile, or as the heads that keep everything. Prefill is dense in
+all heads, as everywhere here; the original's streaming heads are sparse in prefill too. A decode
+step still gathers as many places for a streaming head as for a full one, masked: bytes are saved,
+time on a CPU is not.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.config import CacheConfig, ModelConfig
+from kvjax.policies import _profile
 from kvjax.policies._dropping import everything_held
 from kvjax.types import SELECT, Inputs, LayerPlan, Policy, Selection, State
 
@@ -27,6 +30,8 @@ def duo(
   page_size: int = 16,
   *,
   full_heads: Sequence[tuple[int, int]] = (),
+  profile: _profile.Source = None,
+  sparsity: float = 0.5,
   sinks: int = 64,
 ) -> Policy:
   """DuoAttention's static pattern.
@@ -35,18 +40,26 @@ def duo(
     budget_tokens: tokens of a streaming head, sinks included; the original deploys 64 + 256.
     page_size: C.
     full_heads: (layer, KV head) of those that keep everything; none of them by default.
+    profile: of this very model by `kvjax.profiling.duo_gates`, which has the gates, or the path of
+      one; not beside full_heads.
+    sparsity: with a profile, the share of KV heads that stream, in [0, 1].
     sinks: first tokens that streaming heads never drop.
 
   Raises:
-    ValueError: a budget no larger than the sinks; `register` refuses heads that the model lacks.
+    ValueError: a budget no larger than the sinks, or a sparsity out of range; in `register`, heads
+      that the model lacks, or a profile of another model.
   """
   if not 0 <= sinks < budget_tokens:
     raise ValueError(f"duo sinks {sinks} must be at least 0 and under the budget {budget_tokens}")
+  measured = _profile.read("duo", profile, "duo_gates", full_heads=full_heads)
+  if measured is not None:
+    full_heads = retrieval_heads(measured.arrays["gates"], sparsity)
   full = frozenset((int(layer), int(head)) for layer, head in full_heads)
   window = budget_tokens - sinks
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
     del cache
+    _profile.check("duo", measured, model)
     for layer, head in sorted(full):
       if not (0 <= layer < model.num_layers and 0 <= head < model.num_kv_heads):
         raise ValueError(
@@ -88,3 +101,24 @@ def duo(
     page_size=page_size,
     joins_heads=bool(full),
   )
+
+
+def retrieval_heads(
+  gates: np.ndarray, sparsity: float, seed: int = 0
+) -> tuple[tuple[int, int], ...]:
+  """The (layer, KV head) pairs that keep everything: the share 1 - sparsity with the highest gates.
+
+  Args:
+    gates: f32[L, K].
+    sparsity: share of heads that stream, in [0, 1].
+    seed: of the noise of at most 1e-6 that breaks ties, as in the original.
+
+  Raises:
+    ValueError: a sparsity outside [0, 1].
+  """
+  if not 0 <= sparsity <= 1:
+    raise ValueError(f"sparsity {sparsity} must be between 0 and 1")
+  noisy = gates + np.random.default_rng(seed).uniform(0, 1e-6, gates.shape)
+  count = gates.size - round(sparsity * gates.size)
+  best = np.sort(np.argsort(-noisy, axis=None)[:count])
+  return tuple((int(layer), int(head)) for layer, head in np.argwhere(np.ones_like(gates))[best])

@@ -56,7 +56,7 @@ def flexicache(
   digest = DIGESTS[score]
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    lists.check_heads("unstable_heads", unstable_heads, model)
+    lists.check_heads("flexicache", "unstable_heads", unstable_heads, model)
     plan = LayerPlan((SELECT,) * model.num_layers)
     return plan, lists.no_lists(digest, model, cache, page_size, model.num_kv_heads, width)
 

@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.config import CacheConfig, ModelConfig
-from kvjax.policies import _partial_keys, _tokens
+from kvjax.policies import _partial_keys, _profile, _tokens
 from kvjax.policies._partial_keys import PartialKeys, skew_of
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
@@ -47,7 +46,7 @@ def infinigen(
   dense_layers: int = 2,
   alpha: float = 5.0,
   partial_ratio: float = 0.2,
-  skew: np.ndarray | None = None,
+  profile: _profile.Source = None,
   group: str = "max",
 ) -> Policy:
   """InfiniGen's speculation.
@@ -60,13 +59,14 @@ def infinigen(
     alpha: how far below the best score (with 1/sqrt(D)) a token still counts; 4 for OPT and 5 for
       Llama in the original.
     partial_ratio: share of the D channels that scores are made of.
-    skew: f32[L, K, D, D], from a profile of this very model; None for the identity.
+    profile: of this very model by `kvjax.profiling.skewing`, which has the skew, or the path of
+      one; None for the identity.
     group: the G query heads of a KV head share the list of their largest scores ("max"), or have
       one each ("none"), which reads up to G times as much.
 
   Raises:
-    ValueError: an argument outside these ranges; in `register`, a skew of another shape than the
-      model's, or a model with no layer to look ahead from.
+    ValueError: an argument outside these ranges; in `register`, a profile of another model, or a
+      model with no layer to look ahead from.
   """
   if budget_tokens < 2:
     raise ValueError(f"budget_tokens {budget_tokens} must be at least 2: the new token and another")
@@ -76,9 +76,13 @@ def infinigen(
       f"partial_ratio {partial_ratio} within (0, 1]"
     )
   _tokens.check_group(group)
+  measured = _profile.read("infinigen", profile, "skewing")
+  skew = None if measured is None else measured.arrays["skew"]  # f32[L, K, D, D]
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    _check(model, skew)
+    if model.num_layers < 2:
+      raise ValueError("policy 'infinigen' looks one layer ahead and the model has only one")
+    _profile.check("infinigen", measured, model)
     dense = min(dense_layers, model.num_layers)
     rows = model.num_layers - dense
     partial = tuple(_partial_keys.empty(model, cache, partial_ratio) for _ in range(rows))
@@ -136,14 +140,3 @@ def _mean_count(scores: jax.Array, past: jax.Array, alpha: float) -> jax.Array:
   best = jnp.where(past, scores, -jnp.inf).max(axis=-1, keepdims=True)
   counts = (past & (scores > best - alpha)).sum(axis=(1, 2), keepdims=True, dtype=jnp.int32)
   return counts // scores.shape[1]
-
-
-def _check(model: ModelConfig, skew: np.ndarray | None) -> None:
-  if model.num_layers < 2:
-    raise ValueError("policy 'infinigen' looks one layer ahead and the model has only one")
-  expected = (model.num_layers, model.num_kv_heads, model.head_dim, model.head_dim)
-  if skew is not None and skew.shape != expected:
-    raise ValueError(
-      f"policy 'infinigen': the skew has shape {skew.shape} and the model needs {expected}; "
-      "make a profile of this model"
-    )

@@ -66,7 +66,7 @@ def lserve(
   digest = DIGESTS[score]
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    lists.check_heads("streaming_heads", streaming_heads, model)
+    lists.check_heads("lserve", "streaming_heads", streaming_heads, model)
     heads = model.num_heads if group == "none" else model.num_kv_heads
     plan = LayerPlan((SELECT,) * model.num_layers)
     return plan, lists.no_lists(digest, model, cache, logical, heads, width)

@@ -6,9 +6,6 @@ attend to the best of them, the same ones in all heads, and to what has been gen
 below the first filter layer are dense, and so are the `wait_layers` after each: in them the
 original hides the load of the chosen tokens.
 
-`kvjax.profiling.filter_layers` chooses the filter layers by the attention that their choice
-captures in the layers above.
-
 Departures. The original has one row and no limit on what is generated: here generated tokens take
 their room out of the budget, and where they fill more than half of it the older ones compete with
 the prompt. A query of the window is scored at its own position; the original turns them all to the
@@ -22,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.config import CacheConfig, ModelConfig
-from kvjax.policies import _attention, _tokens
+from kvjax.policies import _attention, _pages, _profile, _tokens
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 SELECTORS = ("last", "softmax_before_last", "uniform", "exp")
@@ -43,6 +40,7 @@ def omnikv(
   page_size: int = 16,
   *,
   filter_layers: tuple[int, ...] | None = None,
+  profile: _profile.Source = None,
   wait_layers: int = 1,
   selector: str = "softmax_before_last",
   window: int = 16,
@@ -54,6 +52,7 @@ def omnikv(
     page_size: C.
     filter_layers: in ascending order; None for layer 2 and those at 1/4 and 9/16 of the depth, the
       authors' 2, 8 and 18 for Llama-3-8B.
+    profile: `kvjax.profiling.filter_layers` of this very model, or its path; instead of the above.
     wait_layers: dense layers behind each filter layer; 1 in the authors' example.
     selector: what scores a token, always the maximum over all H heads: the logits of the newest
       query ("last") or their softmax ("softmax_before_last"), or the softmax of the newest `window`
@@ -61,10 +60,9 @@ def omnikv(
     window: W of the last two selectors, which also keep the last W tokens of the prompt.
 
   Raises:
-    ValueError: an argument outside these ranges; in `register`, layers that the model lacks.
+    ValueError: an argument outside these ranges; in `register`, layers or profile of another model.
   """
-  if selector not in SELECTORS:
-    raise ValueError(f"unknown selector {selector!r}; expected one of {', '.join(SELECTORS)}")
+  _pages.check_option("selector", selector, SELECTORS)
   kept = window if selector in ("uniform", "exp") else 0
   if wait_layers < 0 or window < 1 or budget_tokens < max(1, 2 * kept):
     raise ValueError(
@@ -72,8 +70,12 @@ def omnikv(
       f"least 1, wait_layers {wait_layers} at least 0"
     )
 
+  measured = _profile.read("omnikv", profile, "filter_layers", filter_layers=filter_layers)
+  filters = filter_layers if measured is None else tuple(measured.arrays["filters"].tolist())
+
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    plan = _plan(model, filter_layers, wait_layers)
+    _profile.check("omnikv", measured, model)
+    plan = _plan(model, filters, wait_layers)
     b, k = cache.batch_size, model.num_kv_heads
     shape = (b, k, max(kept, 1), model.group_size, model.head_dim)
     rings = {layer: _attention.empty_ring(*shape, cache.dtype) for layer in plan.watched}

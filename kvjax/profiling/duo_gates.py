@@ -3,7 +3,8 @@
 Every KV head has a gate a in [0, 1] and attends as a * full + (1 - a) * streaming, where streaming
 sees the first tokens and the most recent ones. Gates alone are trained, to reproduce the last
 hidden states of the full model on the tokens that answer questions about the far context, under an
-L1 penalty that pulls them to zero. Heads whose gates stay high are the retrieval heads.
+L1 penalty that pulls them to zero. Heads whose gates stay high are the retrieval heads; how many
+of them keep everything is an option of the policy `duo`.
 
 Departures: the penalty is the mean of the gates, so that its weight does not depend on the model's
 size; gates are clipped to [0, 1] after every update.
@@ -22,6 +23,9 @@ import optax
 
 from kvjax.types import Attend, Model, Params
 
+METHOD = "duo_gates"
+SINKS, RECENT = 64, 256  # what the original deploys, and the policy by default
+
 Gates = jax.Array  # f32[L, K]
 
 
@@ -31,8 +35,8 @@ def train_gates(
   batches: Callable[[int], tuple[jax.Array, jax.Array]],
   *,
   steps: int = 200,
-  sinks: int = 64,
-  recent: int = 256,
+  sinks: int = SINKS,
+  recent: int = RECENT,
   penalty: float = 0.05,
   learning_rate: float = 0.02,
   progress: Callable[[int, float], None] = lambda step, loss: None,
@@ -72,25 +76,6 @@ def train_gates(
   return np.asarray(gates)
 
 
-def full_heads(gates: np.ndarray, sparsity: float, seed: int = 0) -> tuple[tuple[int, int], ...]:
-  """The (layer, KV head) pairs that keep everything: the share 1 - sparsity with the highest gates.
-
-  Args:
-    gates: f32[L, K].
-    sparsity: share of heads that stream, in [0, 1].
-    seed: of the noise of at most 1e-6 that breaks ties, as in the original.
-
-  Raises:
-    ValueError: a sparsity outside [0, 1].
-  """
-  if not 0 <= sparsity <= 1:
-    raise ValueError(f"sparsity {sparsity} must be between 0 and 1")
-  noisy = gates + np.random.default_rng(seed).uniform(0, 1e-6, gates.shape)
-  count = gates.size - round(sparsity * gates.size)
-  best = np.sort(np.argsort(-noisy, axis=None)[:count])
-  return tuple((int(layer), int(head)) for layer, head in np.argwhere(np.ones_like(gates))[best])
-
-
 def _loss(model, sinks, recent, penalty, gates, params, tokens, answers) -> jax.Array:
   """Squared distance of the hidden states of both models where answers, and the penalty."""
   wanted = jax.lax.stop_gradient(_hidden(model, params, tokens, _attend(model)))
@@ -110,24 +95,33 @@ def _attend(model: Model, gates: Gates | None = None, sinks: int = 0, recent: in
 
   def attend(layer, q, k, v, cache, hidden, /):
     del hidden
-    b, s, h, d = q.shape
-    positions = jnp.broadcast_to(jnp.arange(s), (b, s))
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
     q, k = model.rotate(q, positions), model.rotate(k, positions)
-    grouped = q.reshape(b, s, k.shape[2], -1, d)
-    scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=jnp.float32)
-    age = jnp.arange(s)[:, None] - jnp.arange(s)[None]
-    causal = age >= 0
-
-    def under(visible):
-      hidden_away = jnp.where(visible[None, None, None], scores / math.sqrt(d), -jnp.inf)
-      weights = jax.nn.softmax(hidden_away, axis=-1).astype(v.dtype)
-      return jnp.einsum("bkgst,btkd->bskgd", weights, v)
-
-    out = under(causal)
-    if gates is not None:
-      gate = gates[layer].astype(out.dtype)[None, None, :, None, None]
-      near = causal & ((age < recent) | (jnp.arange(s)[None] < sinks))
-      out = gate * out + (1 - gate) * under(near)
-    return out.reshape(b, s, h, d), cache
+    gate = None if gates is None else gates[layer].astype(v.dtype)
+    return _mixed(gate, q, k, v, sinks, recent), cache
 
   return attend
+
+
+# The weights f32[B, H, S, S] of all layers would take most of the memory; making them again for the
+# gradient costs little beside the rest of a layer.
+@partial(jax.checkpoint, static_argnums=(4, 5))
+def _mixed(gate, q, k, v, sinks: int, recent: int) -> jax.Array:
+  """f[B, S, H, D] of q f[B, S, H, D], k and v f[B, S, K, D] and gate f[K], None for 1."""
+  b, s, h, d = q.shape
+  grouped = q.reshape(b, s, k.shape[2], -1, d)
+  scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=jnp.float32)
+  age = jnp.arange(s)[:, None] - jnp.arange(s)[None]
+  causal = age >= 0
+
+  def under(visible):
+    seen = jnp.where(visible[None, None, None], scores / math.sqrt(d), -jnp.inf)
+    weights = jax.nn.softmax(seen, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgst,btkd->bskgd", weights, v)
+
+  out = under(causal)
+  if gate is not None:
+    gate = gate[None, None, :, None, None]
+    near = causal & ((age < recent) | (jnp.arange(s)[None] < sinks))
+    out = gate * out + (1 - gate) * under(near)
+  return out.reshape(b, s, h, d)

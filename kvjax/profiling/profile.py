@@ -44,17 +44,19 @@ def save_profile(path: Path, profile: Profile) -> None:
     np.savez_compressed(file, **content)
 
 
-def load_profile(path: Path, method: str, content_hash: str) -> Profile:
-  """Reads a profile of this method and of this very model.
+def load_profile(path: str | Path, method: str) -> Profile:
+  """Reads a profile of this method; `check_model` says whether it is one of a certain model.
 
   Args:
     path: from `save_profile`.
     method: what it must be a profile of.
-    content_hash: of the model that will run with it.
 
   Raises:
-    ValueError: it is no profile, one of another method, or one of another model.
+    ValueError: there is no such file, it is no profile, or one of another method.
   """
+  path = Path(path).expanduser()
+  if not path.is_file():
+    raise ValueError(f"{path} is not a file; make a profile with scripts.profile_policy")
   try:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
       arrays = {name: content[name] for name in content.files}
@@ -64,9 +66,23 @@ def load_profile(path: Path, method: str, content_hash: str) -> Profile:
     raise ValueError(f"{path} is no profile; make one with scripts.profile_policy") from error
   if profile.method != method:
     raise ValueError(f"{path} is a profile of {profile.method}, expected one of {method}")
+  return profile
+
+
+def check_model(profile: Profile, content_hash: str) -> None:
+  """Raises ValueError for a profile of other weights than these, or where "" says nothing of them.
+
+  Args:
+    profile: what was measured.
+    content_hash: of the model that will run with it.
+  """
+  if not content_hash:
+    raise ValueError(
+      f"the profile is one of {profile.model}, and the weights of this model are unknown; use "
+      "models.load, or set content_hash in the model's config to what they are"
+    )
   if profile.content_hash != content_hash:
     raise ValueError(
-      f"{path} is a profile of {profile.model} with sha256 {profile.content_hash[:16]}, and the "
-      f"model has {content_hash[:16]}; make a profile of this model"
+      f"the profile is one of {profile.model} with sha256 {profile.content_hash[:16]}, and the "
+      f"model has {content_hash[:16]}; make one of this model with scripts.profile_policy"
     )
-  return profile

@@ -12,7 +12,8 @@ The G query heads of a KV head share its A: their queries are stacked.
 
     runner = prepare(model, watch_queries(), "resident", cache_config)
     skew = skew_of(prefill(runner, params, [tokens])[1].policy_state)
-    policy = make_policy("infinigen", skew=skew)
+    profile = Profile(METHOD, name, model.config.content_hash, {}, {"skew": skew})
+    policy = make_policy("infinigen", profile=profile)
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def fold_skew(model: ModelConfig, params: Params, skew: np.ndarray) -> Params:
   if model.family != "opt":
     raise ValueError(
       f"a skew cannot be folded into the weights of {model.family!r}, whose positions rotate "
-      "queries and keys after them; give it to the policy"
+      "queries and keys after them; give the policy its profile"
     )
 
   def folded(weights: jax.Array, one: np.ndarray) -> jax.Array:  # f[..., K*D]

@@ -157,6 +157,20 @@ def test_without_dense_nothing_is_compared():
   assert "0.25" in run_needle.report([row]) and "(" not in run_needle.report([row])
 
 
+def test_options_tell_policies_apart(inputs, tmp_path):
+  policies = "dense,quest,quest:score=mean:candidates=4,snapkv:window=16:new_tokens=300"
+  flags = [*inputs[:2], "--prompt_tokens=700", "--num_samples=1", "--tasks=niah_single"]
+  flags += [f"--policies={policies}", "--budget_tokens=128", "--out_dir=out"]
+  done = _run(*flags, folder=tmp_path)
+  assert done.returncode == 0, done.stderr
+  rows = _rows(tmp_path / "out")
+  assert [row["policy"] for row in rows] == policies.split(",")
+  assert [row["window_tokens"] for row in rows] == [None, None, None, 16]
+  assert rows[2]["metadata_bytes"] < rows[1]["metadata_bytes"]  # a mean has half of two bounds
+  assert rows[3]["budget_tokens"] == 428
+  assert "quest:score=mean:candidates=4@128" in done.stdout
+
+
 def test_an_answer_that_ends_at_once_has_no_speed(inputs):
   loaded = load(inputs[0].removeprefix("--model="))
   example = tasks.Example("lookup", [5] * 40, ("1",), 4, 9)
@@ -174,6 +188,9 @@ def test_whether_the_question_was_in_the_window():
   assert harness.observation_window(chooses(), chooses) == 32
   assert harness.observation_window(chooses()._replace(keep=None), chooses) is None
   assert harness.observation_window(make_policy("streaming")) is None  # what it keeps is fixed
+  for spec, window in (("snapkv", 32), ("snapkv:pool=max", 32), ("snapkv:window=16", 16)):
+    assert harness.observation_window(make_policy(spec)) == window
+  assert harness.observation_window(make_policy("omnikv:window=8")) is None  # it drops nothing
   rows = [
     _row("snapkv", task, 1.0, window_tokens=32, question_in_window=inside)
     for task, inside in (("a", True), ("b", False), ("c", True))
@@ -186,6 +203,10 @@ def test_whether_the_question_was_in_the_window():
   [
     (["--policies=dense,qest"], "unknown policy 'qest'"),
     (["--policies="], "--policies is empty"),
+    (["--policies=quest:score=best"], "policy 'quest:score=best': unknown score 'best'"),
+    (["--policies=quest:page_size=8"], "page_size is given apart from it too"),
+    (["--policies=duo:profile=no.npz"], "policy 'duo', option profile: no.npz is not a file"),
+    (["--policies=quest:score=mean,quest:score=mean"], "quest:score=mean on resident comes twice"),
     (["--policies=quest,quest"], "--policies: quest on resident comes twice"),
     (["--policies=quest", "--stores=compact"], "cannot run on store 'compact'"),
     (["--budget_tokens=8"], "under one page of 16"),

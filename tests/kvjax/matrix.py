@@ -5,6 +5,7 @@ A new policy only has to be given two settings here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -167,6 +168,13 @@ def tiny_model(shape: Shape, num_layers: int = 3) -> tuple[Model, Any]:
   # Sharper attention than random weights give, so that what is left out shows.
   sharper = tuple(layer | {"q": 1.5 * layer["q"]} for layer in params["layers"])
   return model, params | {"layers": sharper}
+
+
+@cache
+def known_model(shape: Shape, num_layers: int = 3) -> tuple[Model, Any]:
+  """The same with a content hash, so that it can have a profile."""
+  model, params = tiny_model(shape, num_layers)
+  return build(dataclasses.replace(model.config, content_hash="ab" * 32)), params
 
 
 @cache

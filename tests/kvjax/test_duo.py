@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, make_policy, prepare
+from kvjax.policies.duo import retrieval_heads
 from tests.kvjax import masked, matrix
 from tests.kvjax.matrix import LENGTHS, NUM_STEPS, PAGE, ROWS
 
@@ -57,3 +58,12 @@ def test_bad_patterns():
     _runner(full_heads=((0, 2),))
   with pytest.raises(ValueError, match="duo sinks 64 must be at least 0 and under the budget 48"):
     _runner(sinks=64)
+
+
+def test_a_pattern_has_the_share_of_heads_that_was_asked_for():
+  gates = np.array([[0.9, 0.1], [0.2, 0.8], [0.0, 0.0]])
+  assert retrieval_heads(gates, 2 / 3) == ((0, 0), (1, 1))
+  assert len(retrieval_heads(np.zeros((4, 4)), 0.5)) == 8
+  assert retrieval_heads(gates, 1.0) == () and len(retrieval_heads(gates, 0.0)) == 6
+  with pytest.raises(ValueError, match="must be between 0 and 1"):
+    retrieval_heads(gates, 1.5)

@@ -1,4 +1,4 @@
-"""Training DuoAttention's gates: what the loss wants, and the pattern that comes out."""
+"""Training DuoAttention's gates: what the loss wants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.profiling.duo_gates import full_heads, train_gates
+from kvjax.profiling.duo_gates import train_gates
 from tests.kvjax import matrix
 
 MODEL, PARAMS = matrix.tiny_model(matrix.Shape(2, 2, 16))
@@ -45,12 +45,3 @@ def test_gates_stay_where_the_far_context_counts():
   )
   assert gates.min() >= 0 and gates.max() <= 1 and gates.mean() > 0.7
   assert losses[0] == pytest.approx(1e-4)  # all gates open are the full model
-
-
-def test_a_pattern_has_the_share_of_heads_that_was_asked_for():
-  gates = np.array([[0.9, 0.1], [0.2, 0.8], [0.0, 0.0]])
-  assert full_heads(gates, 2 / 3) == ((0, 0), (1, 1))
-  assert len(full_heads(np.zeros((4, 4)), 0.5)) == 8
-  assert full_heads(gates, 1.0) == () and len(full_heads(gates, 0.0)) == 6
-  with pytest.raises(ValueError, match="must be between 0 and 1"):
-    full_heads(gates, 1.5)

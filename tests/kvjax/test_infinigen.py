@@ -7,11 +7,12 @@ import pytest
 
 from kvjax import CacheConfig, make_policy, prepare
 from kvjax.engine.generate import prefill
+from kvjax.profiling import Profile
 from tests.kvjax import matrix, spied
 from tests.models import naive
 
 K, G, D, L = 2, 4, 16, 4
-MODEL, PARAMS = matrix.tiny_model(matrix.Shape(K, G, D), L)
+MODEL, PARAMS = matrix.known_model(matrix.Shape(K, G, D), L)
 LENGTHS = (150, 97, 20)
 ROWS = matrix.tokens_of([length + 8 for length in LENGTHS], seed=6)
 
@@ -20,6 +21,11 @@ def rotations(seed: int, heads: int = K, d: int = D) -> np.ndarray:
   """f[L, heads, d, d], random and orthogonal."""
   normal = np.random.default_rng(seed).standard_normal((L, heads, d, d))
   return np.linalg.qr(normal)[0]
+
+
+def profiled(skew: np.ndarray) -> Profile:
+  """A profile of the model."""
+  return Profile("skewing", "tiny", MODEL.config.content_hash, {}, {"skew": skew})
 
 
 def _filled(options, model=MODEL, params=PARAMS, lengths=LENGTHS, chunk=64):
@@ -57,7 +63,7 @@ def _by_hand(shown, layer, row, channels, skew, *, alpha, width, group):
 def test_choice_by_the_formulas(group, alpha, ratio, dense):
   skew, width = rotations(1), 40
   options = {"alpha": alpha, "partial_ratio": ratio, "group": group, "dense_layers": dense}
-  runner, cache = _filled({"budget_tokens": width, "skew": skew} | options)
+  runner, cache = _filled({"budget_tokens": width, "profile": profiled(skew)} | options)
   assert runner.plan.select_layers == tuple(range(dense, L))
   assert runner.plan.watched == (dense - 1,)
   sizes = set()
@@ -81,7 +87,7 @@ def test_the_count_is_a_mean_over_heads_and_not_their_own():
   """(d): heads of one row take equally many, although alone they would not."""
   skew = rotations(1)
   options = {"alpha": 1.0, "partial_ratio": 0.25}
-  runner, cache = _filled({"budget_tokens": 60, "skew": skew} | options)
+  runner, cache = _filled({"budget_tokens": 60, "profile": profiled(skew)} | options)
   shown = spied.decode(runner, PARAMS, cache, [1, 2, 3])
   channels = np.asarray(cache.policy_state.partial[0].channels)
   own = []
@@ -96,7 +102,7 @@ def test_the_count_is_a_mean_over_heads_and_not_their_own():
 
 def test_channels_are_the_strongest_of_the_first_tokens_of_each_row():
   skew = rotations(2)
-  _, cache = _filled({"skew": skew, "partial_ratio": 0.25})
+  _, cache = _filled({"profile": profiled(skew), "partial_ratio": 0.25})
   for row, length in enumerate(LENGTHS):
     seen = spied.queries_and_keys(MODEL, PARAMS, ROWS[row][: min(length, 64)])
     for layer in (2, 3):
@@ -113,7 +119,9 @@ def test_channels_are_the_strongest_of_the_first_tokens_of_each_row():
 @pytest.mark.parametrize("chunk", [64, 128])
 def test_partial_keys_kept_up_equal_partial_keys_made_anew(chunk):
   skew = rotations(3)
-  runner, cache = _filled({"skew": skew, "budget_tokens": 40, "partial_ratio": 0.3}, chunk=chunk)
+  runner, cache = _filled(
+    {"profile": profiled(skew), "budget_tokens": 40, "partial_ratio": 0.3}, chunk=chunk
+  )
   for step in range(3):
     cache = spied.decode(runner, PARAMS, cache, [step] * 3).cache
   for row, partial in enumerate(cache.policy_state.partial):
@@ -129,7 +137,8 @@ def test_partial_keys_kept_up_equal_partial_keys_made_anew(chunk):
 
 def test_all_channels_without_alpha_and_a_budget_for_all_reproduce_dense():
   """(b)"""
-  options = {"partial_ratio": 1.0, "alpha": np.inf, "budget_tokens": 400, "skew": rotations(1)}
+  options = {"partial_ratio": 1.0, "alpha": np.inf, "budget_tokens": 400}
+  options["profile"] = profiled(rotations(1))
   runner, _ = _filled(options)
   run = matrix.teacher_forced(runner, PARAMS, ROWS, LENGTHS)
   whole = naive.logits(MODEL, PARAMS, matrix.padded(ROWS))
@@ -140,8 +149,9 @@ def test_all_channels_without_alpha_and_a_budget_for_all_reproduce_dense():
 def test_all_channels_make_the_skew_irrelevant():
   """(q A) . (k A) = q . k: with r = 1 the choice is exact whatever A is."""
   chosen = []
-  for skew in (None, rotations(4)):
-    runner, cache = _filled({"partial_ratio": 1.0, "alpha": 1.0, "budget_tokens": 50, "skew": skew})
+  options = {"partial_ratio": 1.0, "alpha": 1.0, "budget_tokens": 50}
+  for profile in (None, profiled(rotations(4))):
+    runner, cache = _filled(options | {"profile": profile})
     chosen.append(spied.decode(runner, PARAMS, cache, [1, 2, 3]).chosen)
   assert chosen[0] == chosen[1]
 
@@ -162,7 +172,6 @@ def test_bytes_of_partial_keys():
     ({"alpha": float("nan")}, "alpha nan at least 0"),
     ({"partial_ratio": 0.0}, r"partial_ratio 0.0 within \(0, 1\]"),
     ({"group": "mean"}, "unknown group 'mean'; expected one of max, none"),
-    ({"skew": rotations(0)[:3]}, r"the skew has shape \(3, 2, 16, 16\) and the model needs"),
   ],
 )
 def test_options_that_are_refused(options, message):

@@ -337,7 +337,7 @@ def test_past_the_capacity_one_row_is_marked_and_the_others_go_on(entry, budget)
   np.testing.assert_allclose(run.logits[:fits], expected.logits[:fits], **TOLERANCE)
   if not makes_room:
     with pytest.raises(RuntimeError, match=r"rows \[0\] outgrew the cache"):
-      check_overflow(run.cache)
+      check_overflow(runner, run.cache)
 
 
 @every_harsh_entry

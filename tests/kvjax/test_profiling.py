@@ -13,7 +13,14 @@ import pytest
 from kvjax import CacheConfig, make_policy, prepare
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
-from kvjax.profiling import Profile, filter_layers, load_profile, save_profile, skewing
+from kvjax.profiling import (
+  Profile,
+  check_model,
+  filter_layers,
+  load_profile,
+  save_profile,
+  skewing,
+)
 from models import build
 from models.fetch import SMOLLM2
 from tests.kvjax import matrix, spied
@@ -98,10 +105,12 @@ def test_folding_the_skew_into_an_opt_changes_nothing():
 
 def test_infinigen_chooses_alike_with_the_skew_folded_and_given():
   model, params = _opt()
+  model = build(dataclasses.replace(model.config, content_hash="cd" * 32))
   skew = _skew(model, params)
+  profile = Profile(skewing.METHOD, "tiny", "cd" * 32, {}, {"skew": skew})
   chosen = []
-  for weights, given in ((skewing.fold_skew(model.config, params, skew), None), (params, skew)):
-    policy = make_policy("infinigen", budget_tokens=40, alpha=2.0, skew=given)
+  for weights, given in ((skewing.fold_skew(model.config, params, skew), None), (params, profile)):
+    policy = make_policy("infinigen", budget_tokens=40, alpha=2.0, profile=given)
     runner = prepare(model, policy, "resident", CacheConfig(2, 192), chunk_tokens=64)
     cache = prefill(runner, weights, PROMPTS)[1]
     chosen.append(spied.decode(runner, weights, cache, [1, 2]).chosen)
@@ -196,15 +205,20 @@ def test_a_profile_names_its_model_and_is_refused_for_another(tmp_path):
   skew = np.arange(6.0).reshape(1, 2, 3)
   saved = Profile("skewing", "tiny", "ab" * 32, {"seed": 3, "text": "book"}, {"skew": skew})
   save_profile(path, saved)
-  found = load_profile(path, "skewing", "ab" * 32)
+  found = load_profile(path, "skewing")
+  check_model(found, "ab" * 32)
   assert found._replace(arrays={}) == saved._replace(arrays={})
   np.testing.assert_array_equal(found.arrays["skew"], skew)
   with pytest.raises(
-    ValueError, match="is a profile of tiny with sha256 abababababababab, and the"
+    ValueError, match="is one of tiny with sha256 abababababababab, and the model"
   ):
-    load_profile(path, "skewing", "cd" * 32)
+    check_model(found, "cd" * 32)
+  with pytest.raises(ValueError, match="is one of tiny, and the weights of this model are unknown"):
+    check_model(found, "")
   with pytest.raises(ValueError, match="is a profile of skewing, expected one of filter_layers"):
-    load_profile(path, "filter_layers", "ab" * 32)
+    load_profile(path, "filter_layers")
+  with pytest.raises(ValueError, match=r"none.npz is not a file; make a profile with"):
+    load_profile(tmp_path / "none.npz", "skewing")
   with pytest.raises(FileExistsError):
     save_profile(path, saved)
 
@@ -214,15 +228,16 @@ def test_what_is_no_profile_is_said_to_be_none(tmp_path, content):
   path = tmp_path / "other.npz"
   path.write_bytes(content)
   with pytest.raises(ValueError, match="is no profile; make one with"):
-    load_profile(path, "skewing", "")
+    load_profile(path, "skewing")
   np.savez(tmp_path / "arrays.npz", x=np.zeros(3))
   with pytest.raises(ValueError, match="is no profile"):
-    load_profile(tmp_path / "arrays.npz", "skewing", "")
+    load_profile(tmp_path / "arrays.npz", "skewing")
 
 
 def test_the_kept_profile_of_smollm2():
   path = Path(__file__).resolve().parents[2] / "profiles" / "smollm2-135m-filter_layers.npz"
-  profile = load_profile(path, filter_layers.METHOD, SMOLLM2.sha256)
+  profile = load_profile(path, filter_layers.METHOD)
+  check_model(profile, SMOLLM2.sha256)
   mass, filters = profile.arrays["mass"], profile.arrays["filters"].tolist()
   assert mass.shape == (30, 30)
   assert filters == list(filter_layers.choose_filters(mass, len(filters)))

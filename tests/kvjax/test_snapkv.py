@@ -215,9 +215,10 @@ def test_a_row_that_makes_more_tokens_than_it_has_room_for_is_marked(name):
     cache = steps.decode_step(runner, PARAMS, cache, jnp.array([1, 2]))[1]
   assert marks[:5] == [[0, 0]] * 5 and marks[5] == [1, 0]
   assert np.asarray(cache.overflow).tolist() == [1, 1]
-  with pytest.raises(RuntimeError, match=r"rows \[0, 1\] outgrew the cache"):
-    check_overflow(cache)
-  with pytest.raises(RuntimeError, match=r"rows \[0\] outgrew the cache"):
+  room = f"made more tokens than policy '{name}' has room for; raise its option new_tokens"
+  with pytest.raises(RuntimeError, match=r"rows \[0, 1\] " + room):
+    check_overflow(runner, cache)
+  with pytest.raises(RuntimeError, match=r"rows \[0\] " + room):
     generate(runner, PARAMS, [[5] * 90, [6] * 10], max_new_tokens=6)
   assert len(generate(runner, PARAMS, [[5] * 90, [6] * 10], max_new_tokens=5).tokens[0]) == 5
 

@@ -19,6 +19,14 @@ def test_random_weights_are_seeded():
   jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 
+def test_the_config_knows_the_weights_and_equals_others_of_its_shape():
+  f32, bf16 = (models.load("random:stories260k", dtype) for dtype in ("float32", "bfloat16"))
+  assert f32.model.config.content_hash == f32.content_hash != bf16.model.config.content_hash
+  assert f32.model.config == bf16.model.config == models.abstract("random:stories260k")[0].config
+  assert hash(f32.model.config) == hash(bf16.model.config)
+  assert models.abstract("random:stories260k")[0].config.content_hash == ""
+
+
 def test_random_weights_with_a_longer_context():
   loaded = models.load("random:stories260k@32768", "bfloat16")
   preset = models.PRESETS["stories260k"]

@@ -143,6 +143,15 @@ def test_the_content_hash_is_of_the_content_alone(tmp_path):
   assert len({one.content_hash for one in (first, rounded, longer, moved)}) == 4
 
 
+def test_the_hash_of_the_weights_a_config_came_with_is_not_written(tmp_path):
+  plain, _ = write(tmp_path / "plain")
+  known, _ = write(tmp_path / "known", dataclasses.replace(LLAMA, content_hash="ab" * 32))
+  assert known.content_hash == plain.content_hash and known.config.content_hash == ""
+  assert "abab" not in (tmp_path / "known" / "kvjax.json").read_text()
+  config = models.load(str(tmp_path / "known")).model.config
+  assert config.content_hash == known.content_hash and config == LLAMA
+
+
 def test_one_tensor_is_alive_at_a_time(tmp_path):
   alive: list[weakref.ref] = []
 

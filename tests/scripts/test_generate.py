@@ -105,6 +105,7 @@ def test_a_model_without_a_tokenizer_is_refused():
   ("arguments", "expected"),
   [
     (["--policy=best"], "unknown policy 'best'"),
+    (["--policy=quest:score=best"], "policy 'quest:score=best': unknown score 'best'"),
     (["--budget_tokens=8"], "budget_tokens 8 is under one page of 16"),
     (["--store=compact"], "policy 'quest' cannot run on store 'compact'"),
     (["--max_new_tokens=999"], "the model's context is 256"),

@@ -79,7 +79,8 @@ def test_the_command_prints_plan_and_table(tmp_path):
 
 
 def test_the_context_is_the_default_capacity(tmp_path):
-  done = _run("--model=random:stories260k@96", "--policy=dense", folder=tmp_path)
+  done = _run("--model=random:stories260k@96", "--policy=quest:score=mean", folder=tmp_path)
+  assert "policy  quest:score=mean with 2,048 tokens on store resident" in done.stdout
   assert "cache   1 rows of 96 tokens in bfloat16" in done.stdout
 
 

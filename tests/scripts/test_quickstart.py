@@ -145,6 +145,17 @@ def test_bad_input(inputs, tmp_path, monkeypatch, arguments, complaint):
   assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_policies_with_options():
+  names = ["streaming:sinks=8", "quest:score=mean", "dense"]
+  chosen = quickstart.choose_policies(names, 256)
+  assert [(policy.name, policy.budget_tokens) for policy in chosen] == [
+    ("dense", None),
+    ("streaming:sinks=8", 128),
+    ("quest:score=mean", 128),
+    ("quest:score=mean", 256),
+  ]
+
+
 def test_bad_input_exits_with_one_line(inputs, tmp_path):
   done = _run(*inputs, "--policies=qest", folder=tmp_path)
   assert done.returncode == 2 and done.stdout == ""
