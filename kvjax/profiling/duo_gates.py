@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from kvjax.types import Attend, Model, Params
 
@@ -32,7 +33,7 @@ Gates = jax.Array  # f32[L, K]
 def train_gates(
   model: Model,
   params: Params,
-  batches: Callable[[int], tuple[jax.Array, jax.Array]],
+  batches: Callable[[int], tuple[ArrayLike, ArrayLike]],
   *,
   steps: int = 200,
   sinks: int = SINKS,
