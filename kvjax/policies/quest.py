@@ -54,8 +54,8 @@ def quest(
       largest q . k of their keys decides; not for the group "none".
     digest_dtype: of what is kept of a page, None for the dtype of keys. "int8" keeps it in a
       quarter of the bytes of f32, with one scale a page and the keys of the newest page. Numbers
-      are rounded to the nearest, so that "minmax" is no bound any more; outwards it would be one,
-      but a worse guess.
+      are rounded to the nearest, so that "minmax" is no bound any more. Rounded outwards it stays
+      one, but scores were several times as far off and found no more of the best pages.
 
   Raises:
     ValueError: an argument outside these ranges.
