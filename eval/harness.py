@@ -127,7 +127,7 @@ def task_row(
     model=loaded.name,
     policy=runner.policy.name,
     store=runner.store.name,
-    budget_tokens=runner.policy.budget_tokens,
+    budget_tokens=runner.policy.asked_tokens,
     page_size=runner.prefill_config.page_size,
     batch_size=1,
     device=results.device_kind(),

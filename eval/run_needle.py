@@ -93,7 +93,7 @@ def choose_policies(
     ValueError: see `pick_policies`, or twice the same.
   """
   picked = pick_policies(names, stores, budgets, page_size)
-  kinds = [(policy.name, policy.budget_tokens, store) for policy, store in picked]
+  kinds = [(policy.name, policy.asked_tokens, store) for policy, store in picked]
   twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
   if twice:
     raise ValueError(f"--policies: {twice[0]} on {twice[2]} comes twice; name each of them once")
@@ -157,7 +157,7 @@ def measure(
 
 def _label(runner: Runner) -> str:
   policy = runner.policy
-  return plots.label({"policy": policy.name, "budget_tokens": policy.budget_tokens})
+  return plots.label({"policy": policy.name, "budget_tokens": policy.asked_tokens})
 
 
 def _recorded(loaded: Loaded, recorder: Runner, example: Example, bar: tqdm) -> Recording:
@@ -305,7 +305,7 @@ def _plan(
     {
       "policy": runner.policy.name,
       "store": runner.store.name,
-      "budget_tokens": runner.policy.budget_tokens,
+      "budget_tokens": runner.policy.asked_tokens,
     }
     | results.byte_fields(runner)
     for runner in runners

@@ -113,7 +113,7 @@ def measure(
     make_row(
       policy=runner.policy.name,
       store=runner.store.name,
-      budget_tokens=runner.policy.budget_tokens,
+      budget_tokens=runner.policy.asked_tokens,
       page_size=runner.prefill_config.page_size,
       batch_size=1,
       device=device_kind(),

@@ -217,7 +217,7 @@ def pick_policies(
     for budget in budgets:
       policy = make_policy(name, budget_tokens=budget, page_size=page_size)
       picked.append((policy, stores[index] if stores else policy.stores[0]))
-      if policy.budget_tokens is None:
+      if policy.asked_tokens is None:
         break
   if not picked:
     raise ValueError("--policies is empty, expected names separated by commas")
@@ -329,7 +329,7 @@ def _plan_row(loaded: Loaded, runner: Runner, prompt_tokens: int) -> Row:
     model=loaded.name,
     policy=runner.policy.name,
     store=runner.store.name,
-    budget_tokens=runner.policy.budget_tokens,
+    budget_tokens=runner.policy.asked_tokens,
     page_size=runner.prefill_config.page_size,
     batch_size=runner.prefill_config.batch_size,
     device=jax.devices()[0].device_kind,

@@ -186,7 +186,8 @@ class Policy(NamedTuple):
 
   Attributes:
     name: its name in tables and on command lines; `make_policy` appends the options of a spec.
-    budget_tokens: most tokens that a selecting layer reads in a step; None for all of them.
+    budget_tokens: most tokens that a selecting layer reads in a step, for each list of them: of a
+      KV head, or of a query head where each has its own. None for all of them.
     stores: names of the stores it may run on, the default first.
     register: `register(model_config, cache_config) -> LayerPlan, state`: roles and initial state.
     preprocess: `preprocess(state, inputs) -> state`, for each prefill chunk and decode token of a
@@ -207,6 +208,9 @@ class Policy(NamedTuple):
       rule: None for true positions, with keys kept rotated; a function for positions inside the
       cache, with keys kept unrotated and turned when they are read.
     page_size: C that the budget was divided by.
+    asked_tokens: the budget that `make_policy` was asked for, by which results are compared; None
+      where there is none to ask for. Whole pages may be fewer, and SnapKV holds what is generated
+      besides.
     joins_heads: what it selects in one KV head depends on others, or on which head it is; then
       heads may not be split over devices, of which each would know its own only.
   """
@@ -225,6 +229,7 @@ class Policy(NamedTuple):
   evict: Callable[[State, Inputs], jax.Array] | None = None
   cache_positions: Callable[[jax.Array, jax.Array], jax.Array] | None = None
   page_size: int | None = None
+  asked_tokens: int | None = None
   joins_heads: bool = False
 
 

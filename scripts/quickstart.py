@@ -133,7 +133,7 @@ def _case(loaded: Loaded, policy: Policy, capacity: int) -> Case:
   cache = CacheConfig(1, capacity, _PAGE_SIZE, base_tokens=capacity)
   store = policy.stores[0]
   runner = prepare(loaded.model, policy, store, cache, chunk_tokens=_CHUNK_TOKENS)
-  return Case(policy.name, store, policy.budget_tokens, runner)
+  return Case(policy.name, store, policy.asked_tokens, runner)
 
 
 def _plan(

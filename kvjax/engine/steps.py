@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache import OVERFLOW, CacheBytes, KVCache, allocate, cache_bytes
-from kvjax.config import CacheConfig
+from kvjax.config import CacheConfig, ModelConfig
 from kvjax.engine import sharded
 from kvjax.engine.attend import Call, Setting, decode_attend, prefill_attend
 from kvjax.engine.sampling import sample
@@ -93,7 +93,7 @@ def prepare(
         f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
       )
   cache_config = _windowed(model, policy, cache_config, chunk_tokens)
-  plan = policy.register(model.config, cache_config)[0]
+  plan = _plan(policy, model.config, cache_config)
   decode_config = chosen.decode_config(cache_config, policy)
   runner = Runner(
     model,
@@ -109,6 +109,25 @@ def prepare(
   )
   prefill, decode = _abstract_caches(runner if mesh is None else _part(runner, mesh.shape))
   return runner._replace(prefill_bytes=cache_bytes(prefill), decode_bytes=cache_bytes(decode))
+
+
+def _plan(policy: Policy, model: ModelConfig, cache_config: CacheConfig) -> LayerPlan:
+  """The roles of the layers; the state that comes with them is not made."""
+  registered: list[LayerPlan | ValueError] = []
+
+  def state():
+    try:
+      plan, state = policy.register(model, cache_config)
+    except ValueError as error:  # JAX would add notes of its own to what the user reads
+      registered.append(error)
+      return ()
+    registered.append(plan)
+    return state
+
+  jax.eval_shape(state)
+  if isinstance(registered[0], ValueError):
+    raise registered[0]
+  return registered[0]
 
 
 def _windowed(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import numbers
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvjax.policies._spec import split_spec, values_of
@@ -65,8 +66,10 @@ def make_policy(spec: str, /, **options) -> Policy:
       "own; leave it out here"
     )
   options |= values_of(spec, texts, make)
-  if options.get("page_size", 1) < 1:
-    raise ValueError(f"policy {spec!r}: page_size {options['page_size']} must be positive")
+  for option in _COMMON:
+    value = options.get(option, 1)
+    if not isinstance(value, numbers.Integral) or value < 1:
+      raise ValueError(f"policy {spec!r}: {option} {value} must be a positive whole number")
   try:
     policy = make(**{key: value for key, value in options.items() if key in known})
   except ValueError as error:
@@ -75,7 +78,16 @@ def make_policy(spec: str, /, **options) -> Policy:
       raise
     raise ValueError(f"policy {spec!r}: {message}") from error
   said = [f"{option}={text}" for option, text in texts.items() if option not in _COMMON]
-  return policy._replace(name=":".join([policy.name, *said])) if said else policy
+  return policy._replace(
+    name=":".join([policy.name, *said]), asked_tokens=_asked_tokens(known, options)
+  )
+
+
+def _asked_tokens(known: Mapping[str, inspect.Parameter], options: Mapping) -> int | None:
+  """The budget that a policy with these parameters was given, or its default."""
+  if "budget_tokens" not in known:
+    return None
+  return options.get("budget_tokens", known["budget_tokens"].default)
 
 
 def _from_file(path: Path) -> Callable[..., Policy]:

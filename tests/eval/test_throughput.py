@@ -204,3 +204,15 @@ def test_peers_get_the_same_weights_in_f32(tmp_path):
 def test_where_two_continuations_part():
   assert bench_peers.same_tokens([1, 2, 3], [1, 2, 3]) == "agree"
   assert bench_peers.same_tokens([1, 2, 4], [1, 2, 3]) == "differs at token 3"
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "streaming", "duo:sinks=8:full_heads=((0, 0),)"])
+def test_results_name_the_budget_that_was_asked_for(spec):
+  picked = run_throughput.pick_policies([spec], [], [40, 72], 16)
+  assert [policy.asked_tokens for policy, _ in picked] == [40, 72]
+  assert all(policy.budget_tokens not in (40, 72) for policy, _ in picked)  # rounded, more, or none
+
+
+def test_what_has_no_budget_comes_once():
+  [(policy, _)] = run_throughput.pick_policies(["dense"], [], [32, 64], 16)
+  assert policy.asked_tokens is None

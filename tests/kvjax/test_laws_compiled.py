@@ -84,6 +84,21 @@ def test_bytes_told_are_bytes_held(entry, dtype):
     assert told.total == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
 
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_preparing_allocates_nothing(entry):
+  made = []
+  runner = matrix.runner_of(entry, matrix.SHAPES[0])
+
+  def register(*configs):
+    plan, state = runner.policy.register(*configs)
+    made.extend(jax.tree.leaves(state))
+    return plan, state
+
+  policy = runner.policy._replace(register=register)
+  prepare(runner.model, policy, entry.store, runner.prefill_config)
+  assert all(isinstance(leaf, jax.core.Tracer) for leaf in made)
+
+
 def test_bytes_by_hand():
   """f32 and bf16, B = 3, K = 2, D = 16, L = 3, capacity 200: 13 pages of 16 a row."""
   b, k, d, pages, page = 3, 2, 16, 13, 16
