@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
@@ -126,6 +127,7 @@ def main(args: flags.FlagValues) -> None:
         append_row(out_dir, row | {"dense_score": dense_score})
         rows.append(row)
         bar.update()
+      jax.clear_caches()  # what is compiled is mapped in pieces, of which Linux allows 65,530
   title = f"{loaded.name}, {source[0]}, {args.prompt_tokens:,} tokens; dense: {dense_score:.0%}"
   _plot(rows, title, out_dir / _PLOT)
   print(f"\n{table(rows, _COLUMNS)}\n\ndense answers {dense_score:.0%}; written to {out_dir}")

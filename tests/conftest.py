@@ -13,6 +13,8 @@ from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported; subprocesses inherit it
 os.environ.setdefault("MPLBACKEND", "agg")
+# Tests compile far more than they compute, and two workers have a core each.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 
 import jax
 import pytest
