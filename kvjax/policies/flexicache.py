@@ -72,8 +72,8 @@ def flexicache(
 
     def rank() -> jax.Array:
       scores = pages.scores_of(digest, state.digests[inputs.row], inputs, page_size)
-      forced = pages.ends(inputs, total, page_size)
-      return pages.best_pages(pages.combine(scores, there, "max"), forced, width)
+      scores = pages.combine(scores, there, "max", inputs.q.shape[-1])
+      return pages.best_pages(scores, pages.ends(inputs, total, page_size), width)
 
     unstable = np.array([(inputs.layer, head) in unstable_heads for head in range(heads)])
     step = lengths - state.prompt  # i32[B], from 1

@@ -92,7 +92,7 @@ def lserve(
     parts = jnp.where(seen[:, :, None], parts, -jnp.inf)
     b, k, g, _ = parts.shape
     whole = parts.reshape(b, k, g, there.shape[-1], -1).max(axis=-1)
-    scores = pages.combine(whole, there, group)
+    scores = pages.combine(whole, there, group, inputs.q.shape[-1])
     forced = pages.ends(inputs, there.shape[-1], page_size)
     if not streaming_heads:
       return pages.best_pages(scores, forced, width)

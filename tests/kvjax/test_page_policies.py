@@ -13,6 +13,7 @@ from kvjax import CacheConfig, make_policy, prepare
 from kvjax.engine import steps
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import where_due
+from kvjax.policies._pages import best_pages, combine
 from models import PRESETS, build, param_shapes
 from pallas_kernels.page_scores import page_products
 from tests.kvjax.pages_by_hand import (
@@ -27,6 +28,7 @@ from tests.kvjax.pages_by_hand import (
   K,
   best,
   decode,
+  grouped,
   inputs_of,
   normal,
   prefilled,
@@ -182,6 +184,15 @@ def test_a_second_look_gathers_its_candidates_alone():
   assert step.memory_analysis().temp_size_in_bytes < all_keys / 2
 
 
+def test_summed_probabilities_tell_far_pages_apart():
+  """With a probability of exp(-200), let alone that of exp(-300), a f32 is at 0."""
+  scores = jnp.array([0.0, 50.0, 100.0, 300.0]).reshape(1, 1, 1, 4)
+  combined = combine(scores, jnp.ones((1, 1, 4), bool), "sum_probs", 1)
+  assert best_pages(combined, None, 4).tolist() == [[[3, 2, 1, 0]]]
+  wider = combine(16 * scores, jnp.ones((1, 1, 4), bool), "sum_probs", 256)
+  np.testing.assert_allclose(combined, wider, rtol=1e-6)
+
+
 @pytest.mark.parametrize("lists", [1, 2])
 def test_arkvale(lists):
   options = {"budget_tokens": 40, "page_size": 8, "lists": lists, "dense_layers": 0}
@@ -195,7 +206,7 @@ def test_arkvale(lists):
       assert rows[row] == [set(best(head, {0, last, last - 1}, 5)) for head in scores], (at, row)
 
 
-@pytest.mark.parametrize("group", ["none", "max"])
+@pytest.mark.parametrize("group", ["none", "max", "sum_probs"])
 @pytest.mark.parametrize("streaming", [(), ((0, 1),)], ids=["retrieval", "streaming"])
 def test_lserve(streaming, group):
   """Lists of five pages of 8 made of parts of 4, renewed at lengths that 3 divides."""
@@ -210,8 +221,7 @@ def test_lserve(streaming, group):
       if length % 3 == 0 or at == 0:
         parts = scores_of_row("minmax", QUERIES[at, row], KEYS[row, :length], 4)
         whole = [parts[..., at : at + 2].max(axis=-1) for at in range(0, parts.shape[-1], 2)]
-        whole = np.stack(whole, axis=-1)
-        whole = whole.max(axis=1) if group == "max" else whole.reshape(K * G, -1)
+        whole = grouped(np.stack(whole, axis=-1), group, D)
         ends = [0, *range(max(last - 2, 0), last + 1)]
         listed[row] = (
           [
