@@ -16,6 +16,7 @@ from kvjax.policies._lists import where_due
 from kvjax.policies._pages import best_pages, combine
 from models import PRESETS, build, param_shapes
 from pallas_kernels.page_scores import page_products
+from tests.kvjax import matrix
 from tests.kvjax.pages_by_hand import (
   CAPACITY,
   KEYS,
@@ -236,6 +237,44 @@ def test_lserve(streaming, group):
       assert rows[row] == expected, (at, row)
 
 
+def test_streaming_heads_stream_whatever_the_capacity():
+  """In a cache for the budget and no more, and in one with room for another page."""
+  options = {"budget_tokens": 160, "page_size": 16, "sink_tokens": 16, "local_tokens": 16}
+  policy = make_policy("lserve", **options, streaming_heads=((0, 1),))
+  model, params = matrix.tiny_model(matrix.Shape(K, G, D))
+  lengths, rows = (127, 50), matrix.tokens_of((131, 54))
+  runs = []
+  for capacity in (160, 176):
+    runner = prepare(model, policy, "resident", CacheConfig(2, capacity, 16), chunk_tokens=64)
+    runs.append(matrix.teacher_forced(runner, params, rows, lengths))
+  tight, roomy = runs
+  for layer, seen in tight.attended.items():
+    np.testing.assert_array_equal(seen, roomy.attended[layer])
+  np.testing.assert_allclose(tight.logits, roomy.logits, rtol=1e-5, atol=1e-5)
+  retrieval, streaming = np.split(tight.attended[0][:, 0], 2, axis=1)  # bool[steps, G, T]
+  assert retrieval[..., :128].all()
+  assert streaming[..., :16].all() and not streaming[..., 16:96].any()
+  assert streaming[..., 96:128].all()
+
+
+@pytest.mark.parametrize("as_given", [list, np.array], ids=["lists", "array"])
+@pytest.mark.parametrize(
+  ("name", "option", "more"),
+  [
+    ("flexicache", "unstable_heads", {"period": 5}),
+    ("lserve", "streaming_heads", {"logical": 8, "sink_tokens": 8, "local_tokens": 8}),
+  ],
+)
+def test_heads_may_be_given_as_lists_and_arrays(name, option, more, as_given):
+  def chosen(heads):
+    policy = make_policy(name, budget_tokens=32, page_size=8, **more, **{option: heads})
+    return decode(policy, prefilled(policy, 8), 6)[0], policy.joins_heads
+
+  plain = chosen(((0, 1), (2, 0)))
+  assert plain[1] and plain != chosen(())
+  assert chosen(as_given([[0, 1], [2, 0]])) == plain
+
+
 @pytest.mark.parametrize("unstable", [(), ((0, 1),), ((0, 0), (0, 1)), ((1, 0),)], ids=str)
 def test_flexicache(unstable):
   """Lists of three pages, renewed every fifth step and used from the next one on."""
@@ -317,6 +356,8 @@ def test_rows_shorter_than_the_budget_see_all_their_pages(name):
     ("arkvale", {"window_pages": 0}, "sink_pages 2, window_pages 0 and lists 1 must be at least"),
     ("lserve", {"logical": 24}, "logical 24 does not divide the page_size 64"),
     ("lserve", {"period": 65}, "period 65 must be from 1 to the page_size 64"),
+    ("lserve", {"sink_tokens": -1}, "sink_tokens -1 and local_tokens 256 must be at least 0"),
+    ("lserve", {"local_tokens": -1}, "sink_tokens 128 and local_tokens -1 must be at least 0"),
     ("lserve", {"group": "sum"}, "unknown group 'sum'; expected one of max"),
     (
       "lserve",
