@@ -37,6 +37,12 @@ def check_option(name: str, value: str, known) -> None:
     raise ValueError(f"unknown {name} {value!r}; expected one of {', '.join(known)}")
 
 
+def check_dense_layers(dense_layers: int) -> None:
+  """Raises ValueError for fewer than none."""
+  if dense_layers < 0:
+    raise ValueError(f"dense_layers {dense_layers} must be at least 0; give 0 for none")
+
+
 def scores_of(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> jax.Array:
   """f32[B, K, G, P]; pages that a row lacks get anything."""
   b, _, _, d = inputs.q.shape

@@ -353,6 +353,7 @@ def test_rows_shorter_than_the_budget_see_all_their_pages(name):
     ("quest", {"candidates": 0}, "candidates 0 with group 'max': expected 1, or more"),
     ("quest", {"candidates": 2, "group": "none"}, "candidates 2 with group 'none'"),
     ("arkvale", {"budget_tokens": 48}, "budget_tokens 48 has no room for the 4 pages of 16 tokens"),
+    ("arkvale", {"dense_layers": -1}, "dense_layers -1 must be at least 0; give 0 for none"),
     ("arkvale", {"window_pages": 0}, "sink_pages 2, window_pages 0 and lists 1 must be at least"),
     ("lserve", {"logical": 24}, "logical 24 does not divide the page_size 64"),
     ("lserve", {"period": 65}, "period 65 must be from 1 to the page_size 64"),

@@ -190,6 +190,7 @@ def test_bounds_in_segments():
   [
     ({"budget_tokens": 15}, "budget_tokens 15 is under one page of 16 tokens"),
     ({"budget_tokens": 32, "page_size": 64}, "budget_tokens 32 is under one page of 64 tokens"),
+    ({"dense_layers": -1}, "policy 'quest': dense_layers -1 must be at least 0"),
     ({"group": "median"}, "unknown group 'median'; expected one of max, mean"),
     ({"pages": 3}, "policy 'quest' has no option pages; it has budget_tokens, page_size"),
   ],
