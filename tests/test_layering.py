@@ -30,6 +30,7 @@ BESIDE = {  # unit -> what it may import besides itself
 }
 # Units that may import only these packages of others (and the standard library).
 OTHERS = {"pallas_kernels": ("jax", "numpy"), "kvjax.eviction": ("numpy",)}
+POLICY_LINES = 150  # of a file of kvjax/policies; what several need has a file of its own
 TOP = ("kvjax", "pallas_kernels", "models", "eval", "scripts", "tests")
 
 
@@ -173,6 +174,12 @@ def bad_builds(root: Path) -> list[str]:
   return bad
 
 
+def long_policies(root: Path) -> list[str]:
+  """Public policy files with more lines than a method may take, of the tree under root."""
+  files = (root / "kvjax" / "policies").glob("[!_]*.py")
+  return sorted(p.name for p in files if len(p.read_text("utf-8").splitlines()) > POLICY_LINES)
+
+
 def test_the_tree_has_no_import_against_the_layering():
   assert source_files(ROOT)
   assert bad_imports(ROOT) == []
@@ -186,6 +193,14 @@ def test_every_package_has_a_build_file():
   packages = {ROOT.joinpath(*unit_of(module_of(p, ROOT)).split(".")) for p in source_files(ROOT)}
   missing = [p.name for p in packages if p.is_dir() and not (p / "BUILD").is_file()]
   assert missing == []
+
+
+def test_a_method_is_a_short_file(tmp_path):
+  assert long_policies(ROOT) == []
+  (tmp_path / "kvjax/policies").mkdir(parents=True)
+  for name, lines in (("short", POLICY_LINES), ("long", POLICY_LINES + 1), ("_shared", 999)):
+    (tmp_path / f"kvjax/policies/{name}.py").write_text("x = 0\n" * lines)
+  assert long_policies(tmp_path) == ["long.py"]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _kept
@@ -32,8 +33,10 @@ class Listed(NamedTuple):
 def no_lists(
   digest: Digest, model: ModelConfig, cache: CacheConfig, page_size: int, heads: int, width: int
 ) -> Listed:
-  """The state before the first token; digests are of pages of page_size tokens."""
+  """The state before the first token; digests are of pages of page_size tokens, and lists of width
+  pages, or of all where a row has fewer."""
   b, layers = cache.batch_size, model.num_layers
+  width = min(width, cache.pages_per_row)
   return Listed(
     _kept.no_digests(digest, model, cache, layers, page_size),
     tuple(jnp.zeros((b, heads, width), jnp.int32) for _ in range(layers)),
@@ -80,11 +83,21 @@ def where_due(due: jax.Array, rank: Callable[[], jax.Array], listed: jax.Array) 
   return jax.lax.platform_dependent(listed, cpu=if_any, default=renew)
 
 
+def heads_of(pairs: Collection[Sequence[int]]) -> frozenset[tuple[int, int]]:
+  """Pairs (layer, KV head) as tuples, whether they came as lists, as an array or as they are."""
+  return frozenset((int(layer), int(head)) for layer, head in pairs)
+
+
+def heads_in_layer(heads: frozenset[tuple[int, int]], layer: int, num_heads: int) -> np.ndarray:
+  """bool[K], static: which KV heads of a layer are among these pairs."""
+  return np.isin(np.arange(num_heads), [head for of, head in heads if of == layer])
+
+
 def check_heads(
-  policy: str, option: str, heads: Collection[tuple[int, int]], model: ModelConfig
+  policy: str, option: str, heads: frozenset[tuple[int, int]], model: ModelConfig
 ) -> None:
   """Raises ValueError for a pair (layer, KV head) in an option of a policy that the model lacks."""
-  for layer, head in heads:
+  for layer, head in sorted(heads):
     if not (0 <= layer < model.num_layers and 0 <= head < model.num_kv_heads):
       raise ValueError(
         f"policy {policy!r}: {option} names KV head {head} of layer {layer}; the model has "

@@ -37,6 +37,12 @@ def check_option(name: str, value: str, known) -> None:
     raise ValueError(f"unknown {name} {value!r}; expected one of {', '.join(known)}")
 
 
+def check_dense_layers(dense_layers: int) -> None:
+  """Raises ValueError for fewer than none."""
+  if dense_layers < 0:
+    raise ValueError(f"dense_layers {dense_layers} must be at least 0; give 0 for none")
+
+
 def scores_of(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> jax.Array:
   """f32[B, K, G, P]; pages that a row lacks get anything."""
   b, _, _, d = inputs.q.shape
@@ -71,13 +77,18 @@ def ends(inputs: Inputs, total: int, page_size: int, first: int = 0, last: int =
   return ((pages < first) | ((pages >= num_pages - last) & (pages < num_pages)))[:, None]
 
 
-def combine(scores: jax.Array, there: jax.Array, group: str) -> jax.Array:
-  """f32[B, K, G, P] -> f32[B, K, P], or [B, H, P] for "none"; -inf for pages a row lacks."""
+def combine(scores: jax.Array, there: jax.Array, group: str, head_dim: int) -> jax.Array:
+  """f32[B, K, G, P] -> f32[B, K, P], or [B, H, P] for "none"; -inf for pages a row lacks.
+
+  Scores are q . k as they come. For "sum_probs" they get their factor 1/sqrt(D), and the sum is
+  given by its logarithm: of equal order, and above zero for the farthest page too.
+  """
   b, k, g, p = scores.shape
   if group == "none":
     combined = scores.reshape(b, k * g, p)
   elif group == "sum_probs":
-    combined = jax.nn.softmax(jnp.where(there[:, :, None], scores, -jnp.inf), axis=-1).sum(axis=2)
+    scaled = jnp.where(there[:, :, None], scores * head_dim**-0.5, -jnp.inf)
+    combined = jax.nn.logsumexp(jax.nn.log_softmax(scaled, axis=-1), axis=2)
   else:
     combined = scores.max(axis=2) if group == "max" else scores.mean(axis=2)
   return jnp.where(there, combined, -jnp.inf)
@@ -117,7 +128,7 @@ def looked_at_again(
     positions < inputs.lengths[:, None, None, None]
   )
   exact = jnp.where(seen[:, :, None], products, -jnp.inf).max(axis=-1)
-  exact = combine(exact, seen.any(axis=-1), group)
+  exact = combine(exact, seen.any(axis=-1), group, d)
   rows, heads = jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None]
   return jnp.full_like(scores, -jnp.inf).at[rows, heads, pages].set(exact, mode="drop")
 

@@ -52,6 +52,7 @@ def arkvale(
       f"sink_pages {sink_pages}, window_pages {window_pages} and lists {lists} must be at least "
       "0, 1 and 1"
     )
+  pages.check_dense_layers(dense_layers)
   width = pages.pages_of_budget(budget_tokens, page_size, sink_pages + window_pages)
   pages.check_option("score", score, DIGESTS)
   digest = DIGESTS[score]

@@ -3,7 +3,8 @@
 For each KV head the keys of the prompt, but for the first 16 tokens, are put into clusters by
 k-means under the cosine. In decode a query scores the clusters by its product with their centroids;
 clusters are taken in that order until the budget is full, the last of them cut in order of
-position. The first tokens and what has been generated are always attended to.
+position. The first tokens and what has been generated are always attended to. Kept beside the keys
+are the centroids, f32, and an i32 label for each token and KV head.
 
 Departures. The original has one row, and a list for each query head ("none"). Here generated tokens
 take their room out of the budget; each joins the cluster whose centroid is nearest, and where they

@@ -42,7 +42,7 @@ def duo(
     full_heads: (layer, KV head) of those that keep everything; none of them by default.
     profile: of this very model by `kvjax.profiling.duo_gates`, which has the gates, or the path of
       one; not beside full_heads.
-    sparsity: with a profile, the share of KV heads that stream, in [0, 1].
+    sparsity: with a profile, the share of KV heads that stream; in [0, 1] even without one.
     sinks: first tokens that streaming heads never drop.
 
   Raises:
@@ -51,6 +51,7 @@ def duo(
   """
   if not 0 <= sinks < budget_tokens:
     raise ValueError(f"duo sinks {sinks} must be at least 0 and under the budget {budget_tokens}")
+  _check_sparsity(sparsity)
   measured = _profile.read("duo", profile, "duo_gates", full_heads=full_heads)
   if measured is not None:
     full_heads = retrieval_heads(measured.arrays["gates"], sparsity)
@@ -116,9 +117,13 @@ def retrieval_heads(
   Raises:
     ValueError: a sparsity outside [0, 1].
   """
-  if not 0 <= sparsity <= 1:
-    raise ValueError(f"sparsity {sparsity} must be between 0 and 1")
+  _check_sparsity(sparsity)
   noisy = gates + np.random.default_rng(seed).uniform(0, 1e-6, gates.shape)
   count = gates.size - round(sparsity * gates.size)
   best = np.sort(np.argsort(-noisy, axis=None)[:count])
   return tuple((int(layer), int(head)) for layer, head in np.argwhere(np.ones_like(gates))[best])
+
+
+def _check_sparsity(sparsity: float) -> None:
+  if not 0 <= sparsity <= 1:
+    raise ValueError(f"sparsity {sparsity} must be between 0 and 1")

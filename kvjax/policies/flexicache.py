@@ -13,11 +13,10 @@ one of the list, where in the original it comes on top of the list, one page in 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _lists as lists
@@ -31,7 +30,7 @@ def flexicache(
   budget_tokens: int = 2048,
   page_size: int = 16,
   *,
-  unstable_heads: Collection[tuple[int, int]] = (),
+  unstable_heads: Collection[Sequence[int]] = (),
   period: int = 16,
   score: str = "minmax",
 ) -> Policy:
@@ -53,10 +52,10 @@ def flexicache(
   # The last page, and those that begin until the list is replaced.
   width = pages.pages_of_budget(budget_tokens, page_size, 1 + -(-period // page_size))
   pages.check_option("score", score, DIGESTS)
-  digest = DIGESTS[score]
+  digest, unstable_pairs = DIGESTS[score], lists.heads_of(unstable_heads)
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    lists.check_heads("flexicache", "unstable_heads", unstable_heads, model)
+    lists.check_heads("flexicache", "unstable_heads", unstable_pairs, model)
     plan = LayerPlan((SELECT,) * model.num_layers)
     return plan, lists.no_lists(digest, model, cache, page_size, model.num_kv_heads, width)
 
@@ -72,10 +71,10 @@ def flexicache(
 
     def rank() -> jax.Array:
       scores = pages.scores_of(digest, state.digests[inputs.row], inputs, page_size)
-      forced = pages.ends(inputs, total, page_size)
-      return pages.best_pages(pages.combine(scores, there, "max"), forced, width)
+      scores = pages.combine(scores, there, "max", inputs.q.shape[-1])
+      return pages.best_pages(scores, pages.ends(inputs, total, page_size), width)
 
-    unstable = np.array([(inputs.layer, head) in unstable_heads for head in range(heads)])
+    unstable = lists.heads_in_layer(unstable_pairs, inputs.layer, heads)
     step = lengths - state.prompt  # i32[B], from 1
     due = (step == 1) | (step % period == 0)
     ranked = lists.where_due(due | unstable.any(), rank, listed)
@@ -94,5 +93,5 @@ def flexicache(
     preprocess=preprocess,
     select=select,
     page_size=page_size,
-    joins_heads=bool(unstable_heads),
+    joins_heads=bool(unstable_pairs),
   )

@@ -13,9 +13,11 @@ Departures. The original takes one mean over heads and batch rows; here over the
 that batch mates do not matter. Its channels come from the first row's whole prompt; here each row
 has its own, from its first 64 tokens, so that partial keys are written as the keys come. It has no
 grouped queries: here A and the channels belong to the KV head, and the scores of its G query heads
-become one by their maximum. A row within the budget attends to everything. The authors' accuracy
-code for Llama takes the threshold of head 0 for all heads; here, as in its code for OPT, each head
-has its own.
+become one by their maximum. The channels are those with the largest |q| + |k|, as in the paper, |q|
+the mean of the group; the speed code ranks by |q| alone, the accuracy code by each and takes both.
+A token counts with a score above best - alpha (`>`), as in the speed code. A row within the budget
+attends to everything. The authors' accuracy code for Llama takes the threshold of head 0 for all
+heads; here, as in its code for OPT, each head has its own.
 """
 
 from __future__ import annotations

@@ -5,14 +5,15 @@ fast to read and small ones are sharp. The list is made anew where the length of
 multiple of `period` and reused in between. Heads of a given pattern (DuoAttention's) are streaming:
 they see the first tokens and the last ones only. The last page is always attended to.
 
-Departures: the original attends to 3 pages at least, here the budget is kept. A page that begins
-between two listings takes the place of the worst one of the list. Keys and values are not
-quantised, and prefill is dense for streaming heads too.
+Departures: a length counts the new token, which the original's step count does not, and a row's
+first decode step makes a list whatever its length. The original attends to 3 pages at least, here
+the budget is kept. A page that begins between two listings takes the place of the worst one of the
+list. Keys and values are not quantised, and prefill is dense for streaming heads too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def lserve(
   logical: int = 16,
   period: int = 4,
   group: str = "none",
-  streaming_heads: Collection[tuple[int, int]] = (),
+  streaming_heads: Collection[Sequence[int]] = (),
   sink_tokens: int = 128,
   local_tokens: int = 256,
   score: str = "minmax",
@@ -58,15 +59,20 @@ def lserve(
     raise ValueError(f"logical {logical} does not divide the page_size {page_size}; give a divisor")
   if not 1 <= period <= page_size:
     raise ValueError(f"period {period} must be from 1 to the page_size {page_size}")
+  if min(sink_tokens, local_tokens) < 0:
+    raise ValueError(
+      f"sink_tokens {sink_tokens} and local_tokens {local_tokens} must be at least 0"
+    )
+  streaming_pairs = lists.heads_of(streaming_heads)
   sinks, local = -(-sink_tokens // page_size), -(-local_tokens // page_size) + 1
-  protected = sinks + local + 1 if streaming_heads else 1  # one for a page that begins later
+  protected = sinks + local + 1 if streaming_pairs else 1  # one for a page that begins later
   width = pages.pages_of_budget(budget_tokens, page_size, protected)
   pages.check_option("group", group, pages.GROUPS)
   pages.check_option("score", score, DIGESTS)
   digest = DIGESTS[score]
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    lists.check_heads("lserve", "streaming_heads", streaming_heads, model)
+    lists.check_heads("lserve", "streaming_heads", streaming_pairs, model)
     heads = model.num_heads if group == "none" else model.num_kv_heads
     plan = LayerPlan((SELECT,) * model.num_layers)
     return plan, lists.no_lists(digest, model, cache, logical, heads, width)
@@ -78,7 +84,7 @@ def lserve(
     listed, lengths = state.lists[inputs.row], inputs.lengths
     total = inputs.slot_positions.shape[-1] // page_size
     there = pages.pages_there(inputs, total, page_size)
-    if total <= width:
+    if total <= width and not streaming_pairs:
       return pages.all_pages(there, listed.shape[1]), state
     due = (lengths % period == 0) | (lengths == state.prompt + 1)
     listed = lists.where_due(due, lambda: rank(state, inputs, there), listed)
@@ -92,15 +98,16 @@ def lserve(
     parts = jnp.where(seen[:, :, None], parts, -jnp.inf)
     b, k, g, _ = parts.shape
     whole = parts.reshape(b, k, g, there.shape[-1], -1).max(axis=-1)
-    scores = pages.combine(whole, there, group)
-    forced = pages.ends(inputs, there.shape[-1], page_size)
-    if not streaming_heads:
-      return pages.best_pages(scores, forced, width)
-    streaming = jnp.array([(inputs.layer, head) in streaming_heads for head in range(k)])
+    scores = pages.combine(whole, there, group, inputs.q.shape[-1])
+    total, most = there.shape[-1], state.lists[inputs.row].shape[-1]
+    forced = pages.ends(inputs, total, page_size)
+    if not streaming_pairs:
+      return pages.best_pages(scores, forced, most)
+    streaming = jnp.asarray(lists.heads_in_layer(streaming_pairs, inputs.layer, k))
     streaming = jnp.repeat(streaming, scores.shape[1] // k)[None, :, None]
-    own = streaming & pages.ends(inputs, there.shape[-1], page_size, sinks, local)
+    own = streaming & pages.ends(inputs, total, page_size, sinks, local)
     scores = jnp.where(streaming & ~own, -jnp.inf, scores)
-    return pages.best_pages(scores, own | forced, width)
+    return pages.best_pages(scores, own | forced, most)
 
   return Policy(
     name="lserve",
@@ -110,5 +117,5 @@ def lserve(
     preprocess=preprocess,
     select=select,
     page_size=page_size,
-    joins_heads=bool(streaming_heads),
+    joins_heads=bool(streaming_pairs),
   )

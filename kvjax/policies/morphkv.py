@@ -5,6 +5,9 @@ attend to most: per query the softmax over the older tokens alone, of which the 
 over the window counts. As the window moves, so does what it wants; what it does not want now is
 lost. The query of the new token itself has no say in what is dropped for it.
 
+A dropped token makes room for the next one, so the paper's capacity C, to which a step adds the
+current token, is a budget of C + 1 here.
+
 Departures: the original keeps a ring of attention scores; here a ring of queries, from which the
 scores are made anew, since it is small and asks nothing of where a token lies. The G query heads of
 a KV head enter by the sum of their scores before the softmax, as in the original, which is the

@@ -51,7 +51,8 @@ def omnikv(
     budget_tokens: most tokens that a lazy layer attends to, generated ones included.
     page_size: C.
     filter_layers: in ascending order; None for layer 2 and those at 1/4 and 9/16 of the depth, the
-      authors' 2, 8 and 18 for Llama-3-8B.
+      authors' 2, 8 and 18 for Llama-3-8B. Below 8 layers the one at 1/4 alone: of 4 layers the
+      second filters, the third waits and the last is lazy.
     profile: `kvjax.profiling.filter_layers` of this very model, or its path; instead of the above.
     wait_layers: dense layers behind each filter layer; 1 in the authors' example.
     selector: what scores a token, always the maximum over all H heads: the logits of the newest
@@ -69,7 +70,6 @@ def omnikv(
       f"budget_tokens {budget_tokens} must be at least {max(1, 2 * kept)}, window {window} at "
       f"least 1, wait_layers {wait_layers} at least 0"
     )
-
   measured = _profile.read("omnikv", profile, "filter_layers", filter_layers=filter_layers)
   filters = filter_layers if measured is None else tuple(measured.arrays["filters"].tolist())
 
@@ -121,16 +121,16 @@ def omnikv(
 
 
 def _plan(model: ModelConfig, filters: tuple[int, ...] | None, wait_layers: int) -> LayerPlan:
-  layers = range(model.num_layers)
+  layers = range(depth := model.num_layers)
   if filters is None:
-    filters = tuple(sorted({min(2, layers[-1]), len(layers) // 4, 9 * len(layers) // 16}))
+    filters = tuple(sorted({2, depth // 4, 9 * depth // 16})) if depth >= 8 else (depth // 4,)
   if not filters or sorted({*filters} & {*layers}) != list(filters):
     raise ValueError(
-      f"policy 'omnikv': filter_layers {filters} must ascend within the {len(layers)} of the model"
+      f"policy 'omnikv': filter_layers {filters} must ascend within the {depth} of the model"
     )
   since = [layer - max((f for f in filters if f <= layer), default=layer) for layer in layers]
   roles = tuple(SELECT if distance > wait_layers else DENSE for distance in since)
-  ends = (*filters[1:], len(layers))
+  ends = (*filters[1:], depth)
   watched = tuple(f for f, end in zip(filters, ends, strict=True) if SELECT in roles[f:end])
   return LayerPlan(roles, watched)
 

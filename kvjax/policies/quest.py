@@ -42,9 +42,9 @@ def quest(
     page_size: C.
     dense_layers: layers at the bottom that attend to everything; 2 in the original.
     group: how the scores of the G query heads of a KV head become one: their "max", "mean",
-      "sum_probs" (sum of the softmax over pages), or "none".
-    force_last: always attend to the page of the newest token; False is the original's accuracy
-      path, where it competes like any other.
+      "sum_probs" (sum of the softmax over pages, with 1/sqrt(D)), or "none".
+    force_last: always attend to the page of the newest token; with False it competes like any
+      other, as in the original's accuracy path, whose floor of three pages is not here.
     score: what is kept of a page's keys and scored: "minmax", the original's bound; "cuboid",
       ArkVale's smaller box; "mean"; "mean_std", the mean and 1.5 standard deviations of q . k above
       it; "outlier", the larger of the q . k of the key least like the others and of a guess at
@@ -67,6 +67,7 @@ def quest(
     raise ValueError(
       f"candidates {candidates} with group {group!r}: expected 1, or more and another group"
     )
+  pages.check_dense_layers(dense_layers)
   check_digest_dtype(digest_dtype, score)
   digest = DIGESTS[score]
 
@@ -84,7 +85,7 @@ def quest(
     scores = pages.scores_of(digest, state[inputs.row], inputs, page_size)
     total = scores.shape[-1]
     there = pages.pages_there(inputs, total, page_size)
-    scores = pages.combine(scores, there, group)
+    scores = pages.combine(scores, there, group, inputs.q.shape[-1])
     if total <= width:
       return pages.all_pages(there, scores.shape[1]), state
     forced = pages.ends(inputs, total, page_size) if force_last else None

@@ -59,6 +59,18 @@ def scores_of_row(form, q, keys, page_size):
   )
 
 
+def grouped(scores, group, head_dim):
+  """[lists, P] of scores [K, G, P] of q . k. Sums of probabilities as their logarithms, since that
+  of a far page is less than any float."""
+  if group == "none":
+    return scores.reshape(-1, scores.shape[-1])
+  if group == "sum_probs":
+    scaled = scores / np.sqrt(head_dim)
+    logs = scaled - np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
+    return np.logaddexp.reduce(logs, axis=1)
+  return getattr(scores, group)(axis=1)
+
+
 def best(scores, forced, width):
   """Pages by score [P], those in forced first."""
   order = sorted(range(len(scores)), key=lambda page: (page not in forced, -scores[page]))

@@ -58,6 +58,9 @@ def test_bad_patterns():
     _runner(full_heads=((0, 2),))
   with pytest.raises(ValueError, match="duo sinks 64 must be at least 0 and under the budget 48"):
     _runner(sinks=64)
+  for sparsity in (-0.1, 1.5, float("nan")):  # refused where it would not be looked at, too
+    with pytest.raises(ValueError, match=f"sparsity {sparsity} must be between 0 and 1"):
+      _runner(sparsity=sparsity)
 
 
 def test_a_pattern_has_the_share_of_heads_that_was_asked_for():

@@ -171,6 +171,7 @@ def test_bytes_of_partial_keys():
     ({"alpha": -1.0}, "alpha -1.0 at least 0"),
     ({"alpha": float("nan")}, "alpha nan at least 0"),
     ({"partial_ratio": 0.0}, r"partial_ratio 0.0 within \(0, 1\]"),
+    ({"partial_ratio": 1.1}, r"partial_ratio 1.1 within \(0, 1\]"),
     ({"group": "mean"}, "unknown group 'mean'; expected one of max, none"),
   ],
 )

@@ -147,6 +147,24 @@ def test_roles_of_layers():
 
 
 @pytest.mark.parametrize(
+  ("depth", "lazy", "watched"),
+  [
+    (1, [], ()),
+    (2, [], ()),
+    (3, [2], (0,)),
+    (4, [3], (1,)),
+    (6, [3, 4, 5], (1,)),
+    (7, [3, 4, 5, 6], (1,)),
+    (8, [6, 7], (4,)),
+    (12, [5, 8, 9, 10, 11], (3, 6)),
+    (16, [6, 7, 8, 11, 12, 13, 14, 15], (4, 9)),
+  ],
+)
+def test_small_models_have_lazy_layers_too(depth, lazy, watched):
+  assert _lazy(dataclasses.replace(MODEL.config, num_layers=depth)) == (lazy, watched)
+
+
+@pytest.mark.parametrize(
   ("options", "message"),
   [
     ({"selector": "first"}, "unknown selector 'first'; expected one of last, softmax_before_last"),

@@ -13,8 +13,10 @@ from kvjax import CacheConfig, make_policy, prepare
 from kvjax.engine import steps
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import where_due
+from kvjax.policies._pages import best_pages, combine
 from models import PRESETS, build, param_shapes
 from pallas_kernels.page_scores import page_products
+from tests.kvjax import matrix
 from tests.kvjax.pages_by_hand import (
   CAPACITY,
   KEYS,
@@ -27,6 +29,7 @@ from tests.kvjax.pages_by_hand import (
   K,
   best,
   decode,
+  grouped,
   inputs_of,
   normal,
   prefilled,
@@ -182,6 +185,15 @@ def test_a_second_look_gathers_its_candidates_alone():
   assert step.memory_analysis().temp_size_in_bytes < all_keys / 2
 
 
+def test_summed_probabilities_tell_far_pages_apart():
+  """With a probability of exp(-200), let alone that of exp(-300), a f32 is at 0."""
+  scores = jnp.array([0.0, 50.0, 100.0, 300.0]).reshape(1, 1, 1, 4)
+  combined = combine(scores, jnp.ones((1, 1, 4), bool), "sum_probs", 1)
+  assert best_pages(combined, None, 4).tolist() == [[[3, 2, 1, 0]]]
+  wider = combine(16 * scores, jnp.ones((1, 1, 4), bool), "sum_probs", 256)
+  np.testing.assert_allclose(combined, wider, rtol=1e-6)
+
+
 @pytest.mark.parametrize("lists", [1, 2])
 def test_arkvale(lists):
   options = {"budget_tokens": 40, "page_size": 8, "lists": lists, "dense_layers": 0}
@@ -195,7 +207,7 @@ def test_arkvale(lists):
       assert rows[row] == [set(best(head, {0, last, last - 1}, 5)) for head in scores], (at, row)
 
 
-@pytest.mark.parametrize("group", ["none", "max"])
+@pytest.mark.parametrize("group", ["none", "max", "sum_probs"])
 @pytest.mark.parametrize("streaming", [(), ((0, 1),)], ids=["retrieval", "streaming"])
 def test_lserve(streaming, group):
   """Lists of five pages of 8 made of parts of 4, renewed at lengths that 3 divides."""
@@ -210,8 +222,7 @@ def test_lserve(streaming, group):
       if length % 3 == 0 or at == 0:
         parts = scores_of_row("minmax", QUERIES[at, row], KEYS[row, :length], 4)
         whole = [parts[..., at : at + 2].max(axis=-1) for at in range(0, parts.shape[-1], 2)]
-        whole = np.stack(whole, axis=-1)
-        whole = whole.max(axis=1) if group == "max" else whole.reshape(K * G, -1)
+        whole = grouped(np.stack(whole, axis=-1), group, D)
         ends = [0, *range(max(last - 2, 0), last + 1)]
         listed[row] = (
           [
@@ -224,6 +235,44 @@ def test_lserve(streaming, group):
       born = range(known + 1, last + 1)
       expected = [{*one[: 5 - len(born)], *born} for one in lists]
       assert rows[row] == expected, (at, row)
+
+
+def test_streaming_heads_stream_whatever_the_capacity():
+  """In a cache for the budget and no more, and in one with room for another page."""
+  options = {"budget_tokens": 160, "page_size": 16, "sink_tokens": 16, "local_tokens": 16}
+  policy = make_policy("lserve", **options, streaming_heads=((0, 1),))
+  model, params = matrix.tiny_model(matrix.Shape(K, G, D))
+  lengths, rows = (127, 50), matrix.tokens_of((131, 54))
+  runs = []
+  for capacity in (160, 176):
+    runner = prepare(model, policy, "resident", CacheConfig(2, capacity, 16), chunk_tokens=64)
+    runs.append(matrix.teacher_forced(runner, params, rows, lengths))
+  tight, roomy = runs
+  for layer, seen in tight.attended.items():
+    np.testing.assert_array_equal(seen, roomy.attended[layer])
+  np.testing.assert_allclose(tight.logits, roomy.logits, rtol=1e-5, atol=1e-5)
+  retrieval, streaming = np.split(tight.attended[0][:, 0], 2, axis=1)  # bool[steps, G, T]
+  assert retrieval[..., :128].all()
+  assert streaming[..., :16].all() and not streaming[..., 16:96].any()
+  assert streaming[..., 96:128].all()
+
+
+@pytest.mark.parametrize("as_given", [list, np.array], ids=["lists", "array"])
+@pytest.mark.parametrize(
+  ("name", "option", "more"),
+  [
+    ("flexicache", "unstable_heads", {"period": 5}),
+    ("lserve", "streaming_heads", {"logical": 8, "sink_tokens": 8, "local_tokens": 8}),
+  ],
+)
+def test_heads_may_be_given_as_lists_and_arrays(name, option, more, as_given):
+  def chosen(heads):
+    policy = make_policy(name, budget_tokens=32, page_size=8, **more, **{option: heads})
+    return decode(policy, prefilled(policy, 8), 6)[0], policy.joins_heads
+
+  plain = chosen(((0, 1), (2, 0)))
+  assert plain[1] and plain != chosen(())
+  assert chosen(as_given([[0, 1], [2, 0]])) == plain
 
 
 @pytest.mark.parametrize("unstable", [(), ((0, 1),), ((0, 0), (0, 1)), ((1, 0),)], ids=str)
@@ -304,9 +353,12 @@ def test_rows_shorter_than_the_budget_see_all_their_pages(name):
     ("quest", {"candidates": 0}, "candidates 0 with group 'max': expected 1, or more"),
     ("quest", {"candidates": 2, "group": "none"}, "candidates 2 with group 'none'"),
     ("arkvale", {"budget_tokens": 48}, "budget_tokens 48 has no room for the 4 pages of 16 tokens"),
+    ("arkvale", {"dense_layers": -1}, "dense_layers -1 must be at least 0; give 0 for none"),
     ("arkvale", {"window_pages": 0}, "sink_pages 2, window_pages 0 and lists 1 must be at least"),
     ("lserve", {"logical": 24}, "logical 24 does not divide the page_size 64"),
     ("lserve", {"period": 65}, "period 65 must be from 1 to the page_size 64"),
+    ("lserve", {"sink_tokens": -1}, "sink_tokens -1 and local_tokens 256 must be at least 0"),
+    ("lserve", {"local_tokens": -1}, "sink_tokens 128 and local_tokens -1 must be at least 0"),
     ("lserve", {"group": "sum"}, "unknown group 'sum'; expected one of max"),
     (
       "lserve",

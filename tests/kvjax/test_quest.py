@@ -13,6 +13,7 @@ from kvjax.engine.generate import prefill
 from kvjax.policies.quest import GROUPS
 from kvjax.types import Inputs
 from tests.kvjax import matrix
+from tests.kvjax.pages_by_hand import grouped
 
 B, K, G, D = 2, 2, 4, 16
 MODEL, PARAMS = matrix.tiny_model(matrix.Shape(K, G, D))
@@ -54,15 +55,8 @@ def _by_hand(q, keys, length, page_size, width, group, force_last):
     page = np.asarray(keys[p * page_size : min((p + 1) * page_size, length), k], np.float64)
     head = np.asarray(q[0, k * G + g], np.float64)
     scores[k, g, p] = np.maximum(head * page.min(axis=0), head * page.max(axis=0)).sum()
-  if group == "none":
-    lists = scores.reshape(K * G, num_pages)
-  elif group == "sum_probs":
-    exp = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    lists = (exp / exp.sum(axis=-1, keepdims=True)).sum(axis=1)
-  else:
-    lists = getattr(scores, group)(axis=1)
   found = []
-  for one in lists:
+  for one in grouped(scores, group, D):
     if force_last:
       best = {*np.argsort(-one[:-1])[: width - 1].tolist(), num_pages - 1}
     else:
@@ -91,6 +85,19 @@ def test_choice_by_the_formulas(page_size, group, force_last):
   for row, length in enumerate(lengths):
     expected = _by_hand(q[row], keys[row], length, page_size, 4, group, force_last)
     assert found[row] == expected
+
+
+@pytest.mark.parametrize("force_last", [True, False])
+@pytest.mark.parametrize("sharper", [1, 50])
+def test_summed_probabilities_of_many_pages(sharper, force_last):
+  """Most of 40 pages have no probability to speak of, and some of them are among the best 30."""
+  keys, lengths = _normal(0, (B, 320, K, D)), jnp.asarray([320, 300])
+  q = sharper * _normal(1, (B, 1, K * G, D))
+  options = {"budget_tokens": 240, "page_size": 8, "force_last": force_last}
+  policy = make_policy("quest", **options, group="sum_probs")
+  found = _chosen(policy, _filled(policy, keys, lengths, 8), q, lengths)
+  for row, length in enumerate(lengths.tolist()):
+    assert found[row] == _by_hand(q[row], keys[row], length, 8, 30, "sum_probs", force_last)
 
 
 def test_score_is_a_bound_of_every_key_of_the_page():
@@ -183,6 +190,7 @@ def test_bounds_in_segments():
   [
     ({"budget_tokens": 15}, "budget_tokens 15 is under one page of 16 tokens"),
     ({"budget_tokens": 32, "page_size": 64}, "budget_tokens 32 is under one page of 64 tokens"),
+    ({"dense_layers": -1}, "policy 'quest': dense_layers -1 must be at least 0"),
     ({"group": "median"}, "unknown group 'median'; expected one of max, mean"),
     ({"pages": 3}, "policy 'quest' has no option pages; it has budget_tokens, page_size"),
   ],
