@@ -25,7 +25,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import flags
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from tqdm import tqdm
 
 from eval import cli, needle, texts
@@ -72,7 +74,9 @@ _COLUMNS = (
 def define_flags() -> None:
   """The flags of this command."""
   cli.define_model_flag()
-  flags.DEFINE_list("scores", [*DIGESTS, "minmax*2"], f"{_SCORES}, commas between.")
+  flags.DEFINE_list(
+    "scores", [*DIGESTS, "cuboid/int8", "minmax/int8*4"], f"{_SCORES}, commas between."
+  )
   flags.DEFINE_list("budget_tokens", ["256", "512", "1024", "2048"], "Budgets, commas between.")
   flags.DEFINE_list("page_sizes", ["8", "16"], "Sizes of pages, separated by commas.")
   flags.DEFINE_string("text_file", None, "Plain text to hide numbers in; default: King James.")
@@ -241,21 +245,27 @@ def _read_bytes(runner: Runner, score: Score, budget: int) -> int:
 
 def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
   """Attention mass and right answers against bytes read in a step, a line for each score."""
-  figure = Figure(figsize=(10, 4.4), layout="constrained")
+  figure = Figure(figsize=(12, 4.8), layout="constrained")
   panels = figure.subplots(1, 2)
   kinds = list(dict.fromkeys(row["page_score"] for row in rows))
   sizes = sorted({row["page_size"] for row in rows})
+  colors = colormaps["tab20" if len(kinds) > 10 else "tab10"]
   for kind, size in itertools.product(kinds, sizes):
     line = [row for row in rows if (row["page_score"], row["page_size"]) == (kind, size)]
+    if not line:
+      continue
     x = [row["read_bytes_per_step"] / 1e6 for row in line]
-    style = {"color": f"C{kinds.index(kind)}", "linestyle": "-" if size == sizes[0] else "--"}
+    style = {"color": colors(kinds.index(kind)), "linestyle": "-" if size == sizes[0] else "--"}
     style |= {"marker": "osD^"[sizes.index(size)], "label": f"{kind}, pages of {size}"}
     panels[0].plot(x, [100 * row["mass_kept_ratio"] for row in line], **style)
     panels[1].plot(x, [100 * row["score"] for row in line], **style)
   for panel, name in zip(panels, ("attention mass kept, %", "right answers, %"), strict=True):
     panel.set(xscale="log", xlabel="MB read in a step", ylabel=name)
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.xaxis.set_minor_formatter(NullFormatter())
     panel.grid(alpha=0.3)
-  panels[1].legend(fontsize=7)
+  figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
   figure.suptitle(title, fontsize=10)
   picture = io.BytesIO()
   figure.savefig(picture, format="png", dpi=150)
