@@ -62,7 +62,9 @@ def deltas(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
   grid = np.full((len(lines), len(tasks)), np.nan)
   for row in shown:
     grid[lines.index(_case(row)), tasks.index(row["task"])] = row["score"] - row["dense_score"]
-  figure = Figure(figsize=(2.6 + 0.9 * len(tasks), 2.4 + 0.32 * len(lines)), layout="constrained")
+  longest = max(map(len, lines), default=0)  # 8 points high, a character is 0.07 inches wide
+  size = (1.4 + 0.9 * len(tasks) + 0.07 * longest, 2.4 + 0.32 * len(lines))
+  figure = Figure(figsize=size, layout="constrained")
   axes = figure.subplots()
   picture = axes.imshow(grid, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
   for (line, task), delta in np.ndenumerate(grid):
@@ -71,7 +73,7 @@ def deltas(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
       axes.text(task, line, f"{delta:+.2f}", ha="center", va="center", fontsize=8, color=color)
   axes.set_xticks(range(len(tasks)), [name.replace("_", "\n") for name in tasks], fontsize=8)
   axes.set_yticks(range(len(lines)), lines, fontsize=8)
-  axes.set_title(f"score minus that of dense\n{title}", fontsize=9)
+  figure.suptitle(f"score minus that of dense\n{title}", fontsize=9)
   figure.colorbar(picture, ax=axes, shrink=0.8)
   _save(figure, path)
 
