@@ -167,7 +167,7 @@ def test_options_tell_policies_apart(inputs, tmp_path):
   assert [row["policy"] for row in rows] == policies.split(",")
   assert [row["window_tokens"] for row in rows] == [None, None, None, 16]
   assert rows[2]["metadata_bytes"] < rows[1]["metadata_bytes"]  # a mean has half of two bounds
-  assert rows[3]["budget_tokens"] == 428
+  assert rows[3]["budget_tokens"] == 128  # of the prompt, as was asked for
   assert "quest:score=mean:candidates=4@128" in done.stdout
 
 

@@ -109,7 +109,7 @@ def test_a_prompt_longer_than_the_context():
     ("dense", {}, "compact", "policy 'dense' cannot run on store 'compact'; it runs on resident"),
     ("quest", {}, "compact", "policy 'quest' cannot run on store 'compact'"),
     ("quest", {}, "disk", "unknown store 'disk'; expected one of resident, compact"),
-    ("quest", {"page_size": 0}, "resident", "page_size 0 must be positive"),
+    ("quest", {"page_size": 0}, "resident", "page_size 0 must be a positive whole number"),
     ("best", {}, "resident", "unknown policy 'best'; expected one of arkvale, clusterkv, dense"),
     ("dense", {"sinks": 4}, "resident", "policy 'dense' has no option sinks; it has none"),
     ("quest", {"budget_tokens": 8}, "resident", "budget_tokens 8 is under one page of 16"),
