@@ -175,11 +175,15 @@ def test_a_row_alone_equals_the_row_in_a_batch(entry, row):
   np.testing.assert_allclose(alone.logits[:, 0], expected, **TOLERANCE)
 
 
-@every_harsh_entry
+CHANGES = ({"chunk": 128, "capacity": 320}, {"capacity": 149}, {"capacity": 640, "base": 16})
+
+
 @pytest.mark.parametrize(
-  "change",
-  [{"chunk": 128, "capacity": 320}, {"capacity": 149}, {"capacity": 640, "base": 16}],
-  ids=lambda change: "-".join(f"{key}{value}" for key, value in change.items()),
+  ("entry", "change"),
+  [(e, change) for e in HARSH for change in CHANGES[: 3 if e.policy in matrix.THOROUGH else 1]],
+  ids=lambda one: (
+    "-".join(f"{key}{one[key]}" for key in one) if isinstance(one, dict) else str(one)
+  ),
 )
 def test_chunks_and_capacity_do_not_matter(entry, change):
   runner = matrix.runner_of(entry, SHAPE, **change)

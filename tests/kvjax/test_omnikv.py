@@ -168,7 +168,7 @@ def test_small_models_have_lazy_layers_too(depth, lazy, watched):
   ("options", "message"),
   [
     ({"selector": "first"}, "unknown selector 'first'; expected one of last, softmax_before_last"),
-    ({"budget_tokens": 0}, "budget_tokens 0 must be at least 1"),
+    ({"budget_tokens": 0}, "budget_tokens 0 must be a positive whole number"),
     ({"budget_tokens": 31, "selector": "exp"}, "budget_tokens 31 must be at least 32"),
     ({"wait_layers": -1}, "wait_layers -1 at least 0"),
     ({"filter_layers": (2, 6)}, r"filter_layers \(2, 6\) must ascend within the 6 of the model"),

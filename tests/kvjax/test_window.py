@@ -37,6 +37,7 @@ def tiny_model(window: int | None = WINDOW):
 
 
 @cache
+@cache
 def runner_of(entry, *, window=WINDOW, capacity=160, chunk=CHUNK, budget=None, batch=4):
   options = matrix.SETTINGS[entry.policy][entry.setting]
   policy = make_policy(entry.policy, **options | ({"budget_tokens": budget} if budget else {}))
