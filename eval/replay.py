@@ -158,6 +158,8 @@ def _replaying(model: Model, attended: bool) -> Model:
       part = jax.tree.map(
         lambda a: jax.lax.dynamic_slice_in_dim(a, positions[0, 0], tokens.shape[1], axis=1), whole
       )
+      if attended:  # what is written waits for what was read, as in a model, or pools are copied
+        part, x = jax.lax.optimization_barrier((part, x))
       out, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
       x = x + out.sum() if attended else x
     return x, cache
