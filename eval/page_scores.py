@@ -100,7 +100,7 @@ def redigested(runner: Runner, cache: KVCache) -> KVCache:
   """The cache with the state that this runner's policy would have after the same prompt."""
   state = runner.policy.register(runner.model.config, runner.decode_config)[1]
   for row, layer in enumerate(runner.plan.select_layers):
-    k = paged.all_keys(cache.pools, cache.table[row]).swapaxes(1, 2)
+    k = paged.keys_of(cache.pools, cache.table[row]).swapaxes(1, 2)
     positions = jnp.arange(k.shape[1])[None]
     inputs = _inputs(layer, row, cache)._replace(
       k=k, positions=positions, valid=positions < cache.lengths[:, None]
@@ -151,7 +151,7 @@ def _inputs(layer: int, row: int, cache: KVCache) -> Inputs:
     lengths=cache.lengths,
     first=0 * cache.lengths,
     slot_positions=jnp.where(slots < cache.lengths[:, None, None], slots, -1),
-    keys=lambda: paged.all_keys(cache.pools, cache.table[row]),
+    keys=partial(paged.keys_of, cache.pools, cache.table[row]),
   )
 
 
@@ -241,7 +241,7 @@ def judge_layers(
   """Recall and mass of each budget, means over the layers that select."""
   judged = []
   for row in range(captured.queries.shape[1]):
-    keys = paged.all_keys(cache.pools, cache.table[row])[0].astype(jnp.float32)
+    keys = paged.keys_of(cache.pools, cache.table[row])[0].astype(jnp.float32)
     q = captured.queries[:, row]
     judged.append(judge(how, cache.pools.page_size, widths, keys, q, captured.lengths))
   recall, mass = (np.stack(values).mean(axis=0) for values in zip(*judged, strict=True))

@@ -70,7 +70,7 @@ def record(
 
 def replayed(runner: Runner, params: Params, recording: Recording) -> tuple[jax.Array, KVCache]:
   """What `prefill(runner, params, [prompt])` gives."""
-  source = runner._replace(model=_replaying(runner.model, attended=False))
+  source = runner._replace(model=_replaying(runner.model))
   return recording.last, prefill(source, (params, recording.layers), [recording.prompt])[1]
 
 
@@ -100,7 +100,7 @@ def replayed_step(
     return selection, state
 
   source = runner._replace(
-    model=_replaying(runner.model, attended), policy=runner.policy._replace(select=select)
+    model=_step_model(runner.model, attended, chosen), policy=runner.policy._replace(select=select)
   )
   token = jnp.zeros_like(cache.lengths)  # nobody looks at it
   total, cache = inspect.unwrap(decode_step)(source, (params, layers), cache, token)
@@ -147,23 +147,47 @@ def _recording(model: Model) -> Model:
 
 
 @cached
-def _replaying(model: Model, attended: bool) -> Model:
-  """A model that gives back what was recorded. Unless attended, nobody looks at what attention
-  gives, so that it is not computed."""
+def _replaying(model: Model) -> Model:
+  """A model that gives back what was recorded, whatever attention gives: it is not computed."""
+
+  def forward(params, tokens, positions, cache, attend):
+    layers = params[1]
+    for layer, whole in enumerate(layers):
+      part = _part(whole, positions[0, 0], tokens.shape[1])
+      _, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
+    return jnp.zeros_like(layers[0].hidden, shape=(*tokens.shape, model.config.embed_dim)), cache
+
+  return _of_recording(model, forward)
+
+
+def _step_model(model: Model, attended: bool, chosen: list[Selection]) -> Model:
+  """As `_replaying`, for one token, and adds up what attention gives if that is asked for.
+
+  A layer waits for what the one before selected and attended to, as in a model: XLA copies pools
+  where it may write a layer's token before all is read.
+  """
 
   def forward(params, tokens, positions, cache, attend):
     layers = params[1]
     x = jnp.zeros_like(layers[0].hidden, shape=(*tokens.shape, model.config.embed_dim))
     for layer, whole in enumerate(layers):
-      part = jax.tree.map(
-        lambda a: jax.lax.dynamic_slice_in_dim(a, positions[0, 0], tokens.shape[1], axis=1), whole
-      )
-      if attended:  # what is written waits for what was read, as in a model, or pools are copied
-        part, x = jax.lax.optimization_barrier((part, x))
+      part = _part(whole, positions[0, 0], tokens.shape[1])
+      part, x, chosen[-1:] = jax.lax.optimization_barrier((part, x, chosen[-1:]))
       out, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
       x = x + out.sum() if attended else x
     return x, cache
 
+  return _of_recording(model, forward)
+
+
+def _part(whole: Projected, start: jax.Array, tokens: int) -> Projected:
+  def cut(a: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(a, start, tokens, axis=1)
+
+  return jax.tree.map(cut, whole)
+
+
+def _of_recording(model: Model, forward) -> Model:
   def query(params, layer, hidden):
     return model.query(params[0], layer, hidden)
 

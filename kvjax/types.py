@@ -122,7 +122,9 @@ class Inputs(NamedTuple):
     slot_positions: i32[B, K, T], true position of the token in each slot of the row's pages,
       negative where there is none.
     keys: `keys() -> f[B, K, T, D]`, what the slots hold, as the store keeps it; anything where
-      there is no token. Copies them all: for stores that hold little, or for prefill.
+      there is no token. Copies them all: for stores that hold little, or for prefill. A layer that
+      selects may be asked for some pages of the row alone: `keys(pages: i32[B, K, M]) ->
+      f[B, K, M*C, D]`, which copies these.
     q: f[B, S, H, D], after the position rule. This and the fields below are None when a dropping
       policy is asked after prefill what it keeps.
     k: f[B, S, K, D], as the store keeps them.
@@ -139,7 +141,7 @@ class Inputs(NamedTuple):
   lengths: jax.Array
   first: jax.Array
   slot_positions: jax.Array
-  keys: Callable[[], jax.Array]
+  keys: Callable[..., jax.Array]
   q: Any = None
   k: Any = None
   v: Any = None

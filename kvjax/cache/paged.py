@@ -97,8 +97,11 @@ def append_chunk(
   return Pools(write(pools.keys, k, True), write(pools.values, v, False))
 
 
-def all_keys(pools: Pools, table: jax.Array) -> jax.Array:
-  """f[B, K, P*C, D]: a copy of all keys of a layer with table i32[B, K, P]."""
+def keys_of(pools: Pools, table: jax.Array, pages: jax.Array | None = None) -> jax.Array:
+  """f[B, K, M*C, D]: a copy of the keys of a layer with table i32[B, K, P]; of all its pages, or of
+  those at i32[B, K, M] places in the table."""
+  if pages is not None:
+    table = jnp.take_along_axis(table, pages, axis=-1, mode="clip")
   keys = pools.keys.at[table].get(mode="clip").swapaxes(3, 4)  # f[B, K, P, C, D]
   return keys.reshape(*table.shape[:2], -1, keys.shape[-1])
 

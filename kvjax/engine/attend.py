@@ -163,7 +163,7 @@ def _watched(setting: Setting, call: Call, layer: int, q, k, v, cache: KVCache, 
 def _page_slots(cache: KVCache, row: int, positions: jax.Array):
   """Positions i32[B, K, T] of the slots of a layer, and a function that gives their keys."""
   places = positions.shape[2] // cache.pools.page_size  # the table is as wide as the widest layer
-  return positions, lambda: paged.all_keys(cache.pools, cache.table[row][..., :places])
+  return positions, partial(paged.keys_of, cache.pools, cache.table[row][..., :places])
 
 
 def _inputs(setting: Setting, call: Call, layer: int, row: int, slots, q, k, v, hidden) -> Inputs:

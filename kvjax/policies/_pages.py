@@ -110,17 +110,12 @@ def best_pages(scores: jax.Array, forced: jax.Array | None, width: int) -> jax.A
 def looked_at_again(
   scores: jax.Array, forced: jax.Array | None, inputs: Inputs, width: int, group: str
 ) -> jax.Array:
-  """Exact scores f32[B, K, P] for the width best pages of scores f32[B, K, P], -inf for the others.
-
-  Gathering pages of `inputs.keys()` reads these pages alone: XLA makes one gather of the two.
-  """
-  b, k, p = scores.shape
+  """Exact scores f32[B, K, P] for the width best pages of scores f32[B, K, P], -inf for the others."""
+  b, k, _ = scores.shape
   pages = best_pages(scores, forced, width)
-  keys = inputs.keys().reshape(b, k, p, -1, inputs.q.shape[-1])
-  keys = jnp.take_along_axis(keys, pages[..., None, None], axis=2, mode="clip")
-  c, d = keys.shape[3:]
+  keys = inputs.keys(pages)  # f[B, K, width*C, D]
+  c, d = keys.shape[2] // width, keys.shape[3]
   q = inputs.q.reshape(b, k, -1, d).astype(keys.dtype)
-  keys = keys.reshape(b, k, -1, d)
   products = jnp.einsum("bkgd,bktd->bkgt", q, keys, preferred_element_type=jnp.float32)
   products = products.reshape(*q.shape[:3], width, c)
   positions = pages[..., None] * c + jnp.arange(c)[None, None, None]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.kv_cache import KVCache
-from kvjax.cache.paged import all_keys, append_token
+from kvjax.cache.paged import append_token, keys_of
 from kvjax.config import CacheConfig
 from kvjax.types import Inputs, Policy, Recalled, Selection, Store
 
@@ -79,7 +81,7 @@ def after_prefill(cache: KVCache, row: int, cache_config: CacheConfig) -> Inputs
     lengths=cache.lengths,
     first=cache_config.first_seen(cache.lengths),
     slot_positions=slot_positions(cache, row, cache.lengths),
-    keys=lambda: all_keys(cache.pools, cache.table[row]),
+    keys=partial(keys_of, cache.pools, cache.table[row]),
   )
 
 

@@ -80,15 +80,24 @@ def best(scores, forced, width):
 # How a policy is driven without a model.
 
 
-def inputs_of(lengths, **own):
+def inputs_of(lengths, page_size=None, **own):
   none = dict.fromkeys(Inputs._fields)
   slots = jnp.broadcast_to(jnp.arange(CAPACITY), (B, K, CAPACITY))
   held = jnp.asarray(KEYS).swapaxes(1, 2)
+  held = jnp.where(slots[..., None] < lengths[:, None, None, None], held, jnp.nan)
+
+  def keys(pages=None):
+    if pages is None:
+      return held
+    of_pages = held.reshape(B, K, -1, page_size, D)
+    some = jnp.take_along_axis(of_pages, pages[..., None, None], axis=2, mode="clip")
+    return some.reshape(B, K, -1, D)
+
   return Inputs(
     **none
     | {"layer": 0, "row": 0, "lengths": lengths, "first": jnp.zeros(B, jnp.int32)}
     | {"slot_positions": jnp.where(slots < lengths[:, None, None], slots, -1)}
-    | {"keys": lambda: jnp.where(slots[..., None] < lengths[:, None, None, None], held, jnp.nan)}
+    | {"keys": keys}
     | own
   )
 
@@ -116,7 +125,7 @@ def decode(policy, state, steps, prompts=PROMPTS):
   def step(state, lengths, q, k):
     positions = lengths[:, None] - 1
     own = {"q": q[:, None], "k": k[:, None], "positions": positions, "valid": positions >= 0}
-    inputs = inputs_of(lengths, **own)
+    inputs = inputs_of(lengths, policy.page_size, **own)
     return policy.select(policy.preprocess(state, inputs), inputs)
 
   chosen = []

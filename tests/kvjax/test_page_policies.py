@@ -183,6 +183,7 @@ def test_a_second_look_gathers_its_candidates_alone():
   step = steps.decode_step.lower(runner, param_shapes(config), state, token).compile()
   all_keys = 8192 * config.num_kv_heads * config.head_dim * 4
   assert step.memory_analysis().temp_size_in_bytes < all_keys / 2
+  assert "copy(" in step.as_text() and "f32[1,3,512,16,64]" not in step.as_text()  # all, turned
 
 
 def test_summed_probabilities_tell_far_pages_apart():
