@@ -15,6 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported; subproc
 os.environ.setdefault("MPLBACKEND", "agg")
 # Tests compile far more than they compute, and two workers have a core each.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
@@ -25,6 +26,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A job that runs in the background ignores interrupts, and so would the commands that tests
 # interrupt: what is ignored is inherited, a handler is not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def fully_optimized():
+  """For tests that look at compiled programs: what the test itself compiles is as users' is."""
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", True)
 
 
 # Every compiled program is mapped into memory in several pieces, of which Linux allows a process
