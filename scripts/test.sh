@@ -12,5 +12,5 @@ echo "== types: pyrefly check"
 "$python" -m pyrefly check
 echo "== tests: pytest"
 # Most tests compile small programs, which one core does: two workers, each with whole files, since
-# the tests of a file share what they have compiled.
-"$python" -m pytest -n 2 --dist loadfile "$@"
+# the tests of a file share what they have compiled; in the order of tests/conftest.py.
+"$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -6,6 +6,7 @@ looser arithmetic says so with `with jax.numpy_dtype_promotion("standard")`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported; subproc
 os.environ.setdefault("MPLBACKEND", "agg")
 # Tests compile far more than they compute, and two workers have a core each.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
@@ -27,9 +29,37 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take over half a minute, the longest first: workers that get whole files in this order
+# end together. The others take a few seconds each and come last.
+_LONG = (
+  *("test_laws", "test_window", "test_sharded", "test_laws_compiled", "test_golden_families"),
+  *("test_small", "test_omnikv", "test_evicting", "test_quickstart", "test_clusterkv"),
+  *("test_infinigen", "test_snapkv", "test_profiling", "test_streaming", "test_page_policies"),
+  *("test_int8_digests", "test_throughput", "test_page_scores", "test_train_small", "test_replay"),
+  *("test_run_needle", "test_golden", "test_attention", "test_pages", "test_families"),
+  *("test_write_a_policy", "test_generate", "test_readme", "test_inspect_model", "test_h100"),
+  *("test_profile_policy", "test_quest", "test_sampling", "test_decoder", "test_duo"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+  """Long files first."""
+  rank = {name: place for place, name in enumerate(_LONG)}
+  items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+@pytest.fixture
+def fully_optimized():
+  """For tests that look at compiled programs: what the test itself compiles is as users' is."""
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield
+  jax.config.update("jax_disable_most_optimizations", True)
+
+
 # Every compiled program is mapped into memory in several pieces, of which Linux allows a process
-# 65,530; beyond them XLA crashes.
+# 65,530; beyond them XLA crashes. To count them takes long: after every tenth test.
 _MOST_MAPS = 40_000
+_teardowns = itertools.count()
 
 
 def _maps() -> int:
@@ -44,7 +74,7 @@ def _maps() -> int:
 def pytest_runtest_teardown(item: pytest.Item):
   """Forgets compiled programs before there are too many of them."""
   del item
-  if _maps() > _MOST_MAPS:
+  if next(_teardowns) % 10 == 0 and _maps() > _MOST_MAPS:
     jax.clear_caches()
 
 

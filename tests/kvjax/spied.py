@@ -49,15 +49,20 @@ def decode(runner: Runner, params, cache: KVCache, tokens: Sequence[int]) -> Sho
 
 def queries_and_keys(model: Model, params, row: Sequence[int]) -> list[list[np.ndarray]]:
   """For each layer f[S, H, D] and f[S, K, D] of a plain pass over one row, as they attend."""
+  padded = jnp.asarray([[*row, *[0] * (-len(row) % 192)]])  # so that few shapes are compiled
+  return [[np.asarray(x)[0, : len(row)] for x in layer] for layer in _plain(model, params, padded)]
+
+
+@partial(jax.jit, static_argnums=0)
+def _plain(model, params, tokens):
   seen, inner = [], naive.attend_with(model.rotate)
-  positions = jnp.arange(len(row))[None]
+  positions = jnp.arange(tokens.shape[1])[None]
 
   def attend(layer, q, k, *rest):
-    seen.append([np.asarray(model.rotate(x, positions))[0] for x in (q, k)])
+    seen.append([model.rotate(x, positions) for x in (q, k)])
     return inner(layer, q, k, *rest)
 
-  empty = naive.empty_cache(model.config, 1)
-  model.forward(params, jnp.asarray([row]), positions, empty, attend)
+  model.forward(params, tokens, positions, naive.empty_cache(model.config, 1), attend)
   return seen
 
 

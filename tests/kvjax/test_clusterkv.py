@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ ROWS = matrix.tokens_of([length + STEPS for length in LENGTHS], seed=6)
 OPTIONS = {"budget_tokens": 40, "cluster_tokens": 12, "sinks": 4}
 
 
+@cache
 def _runner(**options):
   config = CacheConfig(len(LENGTHS), 192, 16)
   return prepare(MODEL, make_policy("clusterkv", **options), "resident", config, chunk_tokens=64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -27,8 +28,13 @@ OPTIONS = {
 CASES = [(name, options) for name, variants in OPTIONS.items() for options in variants]
 
 
-def _runner(name, options, model=MODEL, budget=BUDGET, capacity=192, batch=1):
-  policy = make_policy(name, budget_tokens=budget, page_size=PAGE, **options)
+def _runner(name, options, **settings):
+  return _prepared(name, tuple(options.items()), **settings)
+
+
+@cache
+def _prepared(name, options, model=MODEL, budget=BUDGET, capacity=192, batch=1):
+  policy = make_policy(name, budget_tokens=budget, page_size=PAGE, **dict(options))
   config = CacheConfig(batch, capacity, PAGE)
   return prepare(model, policy, "compact", config, chunk_tokens=64)
 

@@ -27,6 +27,7 @@ BATCH, TOKENS = 4, 32_768
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
 @pytest.mark.parametrize("name", ["quest", "dense"])
 def test_decode_step_of_an_8b_model_copies_no_pool(name):

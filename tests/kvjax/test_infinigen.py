@@ -28,16 +28,15 @@ def profiled(skew: np.ndarray) -> Profile:
   return Profile("skewing", "tiny", MODEL.config.content_hash, {}, {"skew": skew})
 
 
-def _filled(options, model=MODEL, params=PARAMS, lengths=LENGTHS, chunk=64):
-  runner = prepare(
-    model,
-    make_policy("infinigen", **options),
-    "resident",
-    CacheConfig(len(lengths), 192, 16),
-    chunk_tokens=chunk,
-  )
-  prompts = [row[:n] for row, n in zip(ROWS, lengths, strict=False)]
-  return runner, prefill(runner, params, prompts)[1]
+def _runner(chunk=64, **options):
+  config = CacheConfig(len(LENGTHS), 192, 16)
+  return prepare(MODEL, make_policy("infinigen", **options), "resident", config, chunk_tokens=chunk)
+
+
+def _filled(options, chunk=64):
+  runner = _runner(chunk, **options)
+  prompts = [row[:n] for row, n in zip(ROWS, LENGTHS, strict=True)]
+  return runner, prefill(runner, PARAMS, prompts)[1]
 
 
 def _by_hand(shown, layer, row, channels, skew, *, alpha, width, group):
@@ -139,8 +138,7 @@ def test_all_channels_without_alpha_and_a_budget_for_all_reproduce_dense():
   """(b)"""
   options = {"partial_ratio": 1.0, "alpha": np.inf, "budget_tokens": 400}
   options["profile"] = profiled(rotations(1))
-  runner, _ = _filled(options)
-  run = matrix.teacher_forced(runner, PARAMS, ROWS, LENGTHS)
+  run = matrix.teacher_forced(_runner(**options), PARAMS, ROWS, LENGTHS)
   whole = naive.logits(MODEL, PARAMS, matrix.padded(ROWS))
   expected = matrix.aligned(whole, LENGTHS, len(run.logits) - 1)
   np.testing.assert_allclose(run.logits, expected, rtol=1e-5, atol=1e-5)
@@ -157,7 +155,7 @@ def test_all_channels_make_the_skew_irrelevant():
 
 
 def test_bytes_of_partial_keys():
-  runner, _ = _filled({"partial_ratio": 0.25, "budget_tokens": 40})
+  runner = _runner(partial_ratio=0.25, budget_tokens=40)
   partial = 2 * 3 * K * 4 * 192 * 4  # 2 layers, 4 channels of f32
   channels = 2 * 3 * K * 4 * 4
   assert runner.decode_bytes.metadata == partial + channels

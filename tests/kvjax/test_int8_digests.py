@@ -184,6 +184,7 @@ def test_metadata_bytes(score, size, dtype, item):
   assert runner.decode_bytes.metadata == B * K * (pages * (size + 4) + 16 * D * item)
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_a_decode_step_copies_no_digests():
   """SmolLM2's heads, one layer of them; nothing of the size of its digests beside what is kept."""
   config = dataclasses.replace(PRESETS["smollm2-135m"], num_layers=1)

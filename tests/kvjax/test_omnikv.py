@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ STEPS = 20
 ROWS = matrix.tokens_of([length + STEPS for length in LENGTHS], seed=6)
 
 
+@cache
 def _runner(**options):
   config = CacheConfig(len(LENGTHS), 192, 16)
   return prepare(MODEL, make_policy("omnikv", **options), "resident", config, chunk_tokens=64)

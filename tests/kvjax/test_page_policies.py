@@ -173,6 +173,7 @@ def test_a_second_look_at_all_pages_is_exact():
   assert decode(guess, prefilled(guess, 8), 9)[0] == expected
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_a_second_look_gathers_its_candidates_alone():
   """No copy of all keys: 4 layers, of which 2 select."""
   config = dataclasses.replace(PRESETS["smollm2-135m"], num_layers=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -44,10 +45,14 @@ def _opt():
   return model, params | {"layers": biased}
 
 
-def _skew(model, params):
+@cache
+def _watcher(model):
   config = CacheConfig(len(LENGTHS), 192)
-  runner = prepare(model, skewing.watch_queries(), "resident", config, chunk_tokens=64)
-  return skewing.skew_of(prefill(runner, params, PROMPTS)[1].policy_state)
+  return prepare(model, skewing.watch_queries(), "resident", config, chunk_tokens=64)
+
+
+def _skew(model, params):
+  return skewing.skew_of(prefill(_watcher(model), params, PROMPTS)[1].policy_state)
 
 
 def _stacked_queries(model, params):
@@ -105,8 +110,8 @@ def test_folding_the_skew_into_an_opt_changes_nothing():
 
 def test_infinigen_chooses_alike_with_the_skew_folded_and_given():
   model, params = _opt()
-  model = build(dataclasses.replace(model.config, content_hash="cd" * 32))
   skew = _skew(model, params)
+  model = build(dataclasses.replace(model.config, content_hash="cd" * 32))
   profile = Profile(skewing.METHOD, "tiny", "cd" * 32, {}, {"skew": skew})
   chosen = []
   for weights, given in ((skewing.fold_skew(model.config, params, skew), None), (params, profile)):

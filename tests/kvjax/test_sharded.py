@@ -22,10 +22,12 @@ from jax.sharding import AbstractMesh
 
 from kvjax import CacheConfig, make_mesh, make_policy, param_shardings, prepare
 from models import PRESETS, build, param_shapes
+from tests.kvjax import matrix
 from tests.kvjax.sharded_worker import ALONE, LONG, TOGETHER, llama
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = llama()[0]
+HARSH = [entry for entry in matrix.entries() if entry.setting == "harsh"]
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # to compile
 
 
@@ -124,12 +126,28 @@ def test_real_shapes_are_split(name):
     leaf = path[-1].key
     assert kept == ("norm" in leaf or leaf in ("positions", "o_bias", "down_bias")), path
   cache = CacheConfig(4, 2048, base_tokens=2048)
-  for policy in ("dense", "quest"):
+  for policy in ("dense", "quest"):  # and every other policy on a small model, below
     one, many = (
       prepare(model, make_policy(policy), "resident", cache, mesh=m).decode_bytes
       for m in (None, mesh)
     )
     assert (many.keys_values * 8, many.metadata * 8) == (one.keys_values, one.metadata)
+
+
+@pytest.mark.parametrize("entry", HARSH, ids=str)
+def test_what_any_policy_keeps_is_split(entry):
+  """Keys and values are; of the rest no more is repeated than a few numbers of each row."""
+  policy = make_policy(entry.policy, **matrix.SETTINGS[entry.policy]["harsh"])
+  sizes = (4, 1) if policy.joins_heads else (2, 4)
+  cache = CacheConfig(len(matrix.LENGTHS), matrix.CAPACITY, matrix.PAGE)
+  one, many = (
+    prepare(MODEL, policy, entry.store, cache, chunk_tokens=64, mesh=mesh).decode_bytes
+    for mesh in (None, abstract_mesh(*sizes))
+  )
+  devices = math.prod(sizes)
+  assert many.keys_values * devices == one.keys_values
+  by_row = 8 * len(matrix.LENGTHS)  # bytes
+  assert one.total <= many.total * devices <= one.total + devices * by_row
 
 
 @pytest.mark.parametrize(

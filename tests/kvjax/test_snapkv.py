@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ PAGE, BUDGET, WINDOW, STEPS = 8, 24, 6, 12
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
+@cache
 def _runner(name="snapkv", model=MODEL, capacity=192, batch=1, **options):
   options = {"budget_tokens": BUDGET, "window": WINDOW, "new_tokens": STEPS} | options
   policy = make_policy(name, page_size=PAGE, **options)

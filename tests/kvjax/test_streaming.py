@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 PAGE = 8
 
 
+@cache
 def _runner(store, budget=24, sinks=4, capacity=192, batch=1, chunk=64):
   policy = make_policy("streaming", budget_tokens=budget, page_size=PAGE, sinks=sinks)
   return prepare(MODEL, policy, store, CacheConfig(batch, capacity, PAGE), chunk_tokens=chunk)
@@ -41,21 +42,23 @@ def _by_hand(row, prompt_length: int, budget: int, sinks: int) -> np.ndarray:
   prompt = jnp.asarray([row[:prompt_length]])
 
   def prefill_attend(layer, q, k, v, cache, hidden, /):
-    kept[layer] = [(k[0, t], v[0, t]) for t in _kept(prompt_length, budget, sinks)]
+    k_np, v_np = np.asarray(k[0]), np.asarray(v[0])
+    kept[layer] = [(k_np[t], v_np[t]) for t in _kept(prompt_length, budget, sinks)]
     return naive.attend_with(MODEL.rotate)(layer, q, k, v, cache, hidden)
 
   def decode_attend(layer, q, k, v, cache, hidden, /):
-    kept[layer].append((k[0, 0], v[0, 0]))
+    kept[layer].append((np.asarray(k[0, 0]), np.asarray(v[0, 0])))
     if len(kept[layer]) > budget:
       del kept[layer][sinks]
-    keys, values = (jnp.stack(x)[None] for x in zip(*kept[layer], strict=True))
-    count = keys.shape[1]
-    keys = jnp.repeat(MODEL.rotate(keys, jnp.arange(count)[None]), SHAPE.group, axis=2)
-    query = MODEL.rotate(q, jnp.array([[count - 1]]))
-    scores = jnp.einsum("bshd,bthd->bhst", query, keys) / math.sqrt(SHAPE.head_dim)
-    weights = jax.nn.softmax(scores, axis=-1)
-    values = jnp.repeat(values, SHAPE.group, axis=2)
-    return jnp.einsum("bhst,bthd->bshd", weights, values), cache
+    count = len(kept[layer])
+    keys, values = (np.zeros((budget, *k.shape[2:]), np.float32) for _ in "kv")
+    keys[:count], values[:count] = zip(*kept[layer], strict=True)
+    keys = np.asarray(MODEL.rotate(jnp.asarray(keys[None]), jnp.arange(budget)[None]))[0, :count]
+    query = np.asarray(MODEL.rotate(q, jnp.array([[count - 1]])))[0, 0]
+    keys, values = (np.repeat(x[:count], SHAPE.group, axis=1) for x in (keys, values))
+    scores = np.exp(np.einsum("hd,thd->ht", query, keys) / math.sqrt(SHAPE.head_dim))
+    weights = scores / scores.sum(axis=-1, keepdims=True)
+    return jnp.asarray(np.einsum("ht,thd->hd", weights, values)[None, None]), cache
 
   positions = jnp.arange(prompt_length)[None]
   empty = naive.empty_cache(MODEL.config, 1)

@@ -98,6 +98,7 @@ def test_contiguous_decode_against_numpy():
     np.testing.assert_allclose(found[b, k, g], expected, atol=1e-6)
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_a_segment_that_no_row_reaches_is_not_read():
   """Outside loops the compiled program multiplies with the first segment alone."""
   case = _contiguous_case((2, 2), 16, "float32", 0.0)

@@ -116,6 +116,7 @@ def test_run_if(flag):
   assert len(ran) == flag
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_run_if_keeps_what_it_computes_inside():
   """XLA moves what is the same in every trip out of a loop; the product must stay in the branch."""
 
