@@ -21,7 +21,8 @@ from eval.results import write_atomically
 _MARKERS = "osD^vPX*"
 _MOST_LABELS = 7  # as many places as there are for labels of the same point
 _WIDEST_LABEL = 20  # characters that fit beside a point
-_LINE = 30  # characters of a line of a label
+_LINE = 30  # characters of a line of a label in a legend
+_ROW_LINE = 46  # and beside a row
 PERCENTILES = {50: "o", 90: "|", 99: "D"}
 
 
@@ -45,12 +46,12 @@ def label(row: Mapping[str, Any]) -> str:
   return row["policy"] if budget is None else f"{row['policy']}@{budget}"
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, most: int = _LINE) -> str:
   """A label in lines that are not long, of files only the names; safe to draw."""
   text = re.sub(r"(^|=)[^\s:=,]*/", r"\1", text)
   lines = [""]
-  for part in re.findall(rf"[^:, -]{{1,{_LINE}}}[:, -]?|.", text):
-    if len(lines[-1]) + len(part) > _LINE:
+  for part in re.findall(rf"[^:, -]{{1,{most - 1}}}[:, -]?|.", text):
+    if len(lines[-1]) + len(part) > most:
       lines.append("")
     lines[-1] += part
   return "\n".join(lines).replace("$", r"\$")  # which would begin a formula
@@ -95,7 +96,7 @@ def deltas(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
   grid = np.full((len(lines), len(tasks)), np.nan)
   for row in shown:
     grid[lines.index(_case(row)), tasks.index(row["task"])] = row["score"] - row["dense_score"]
-  labels = [wrapped(line) for line in lines]
+  labels = [wrapped(line, _ROW_LINE) for line in lines]
   width, height = _room(labels)
   columns = ["\n".join(re.split(r"[_ ]", wrapped(name))) for name in tasks]
   width = max(6.4, width + 1.4 + 0.9 * len(tasks))
@@ -121,7 +122,7 @@ def latencies(panels: Mapping[str, Sequence[Spread]], title: str, path: Path) ->
     title: what was asked of which model, where.
     path: of the PNG.
   """
-  labels = [wrapped(one.label) for one in next(iter(panels.values()))]
+  labels = [wrapped(one.label, _ROW_LINE) for one in next(iter(panels.values()))]
   width, height = _room(labels)
   size = (width + 1 + 4 * len(panels), 1.8 + height)
   figure = Figure(figsize=size, layout="constrained")
@@ -214,7 +215,7 @@ def _room(labels: Sequence[str]) -> tuple[float, float]:
   """Inches that labels beside rows of a plot need; 8 points high, a character is 0.07 wide."""
   longest = max((len(line) for one in labels for line in one.split("\n")), default=0)
   lines = max((one.count("\n") + 1 for one in labels), default=1)
-  return 0.07 * longest, len(labels) * max(0.32, 0.14 * lines + 0.1)
+  return 0.07 * longest, len(labels) * max(0.3, 0.13 * lines + 0.08)
 
 
 def _draw_spreads(axes: Axes, name: str, spreads: Sequence[Spread]) -> None:

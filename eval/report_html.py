@@ -73,8 +73,8 @@ th, td { padding: .35rem .65rem; text-align: left; vertical-align: top; white-sp
   border-bottom: 1px solid var(--line); }
 tr:last-child > * { border-bottom: 0; } thead th { background: var(--box); }
 tbody th { font-weight: 500; } .number { text-align: right; font-variant-numeric: tabular-nums; }
-thead .number { white-space: normal; min-width: 5rem; vertical-align: bottom; }
-.name { white-space: normal; overflow-wrap: break-word; min-width: 9rem; max-width: 19rem; }
+thead th { vertical-align: bottom; } thead .number { white-space: normal; min-width: 5rem; }
+.name { white-space: normal; overflow-wrap: break-word; min-width: 12rem; max-width: 19rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.45 monospace; }
@@ -86,8 +86,10 @@ figure .wide { background: #fff; padding: .5rem; } img { display: block; height:
 details { border: 1px solid var(--line); border-radius: 6px; padding: .4rem .8rem;
   margin: .5rem 0; }
 summary { cursor: pointer; }
+@media (min-width: 40rem) { tbody .name { position: sticky; left: 0; background: var(--paper); } }
 @media (max-width: 40rem) { body { padding: .5rem .75rem 3rem; } dl { grid-template-columns: 1fr; }
-  dd { margin-bottom: .35rem; } .name { max-width: 11rem; } }
+  dd { margin-bottom: .35rem; } .name { min-width: 9rem; max-width: 11rem; }
+  img { max-width: none; } }
 """
 
 
@@ -157,11 +159,16 @@ def group_head(place: int, group: Group) -> str:
   rows = [means(case) for case in group.cases]
   same = [name for name in _OFTEN_SAME if len({row[name] for row in rows}) == 1]
   columns = [name for name in mean_columns(rows) if name not in same]
+  empty = [name for name in columns if all(row.get(name) is None for row in rows)]
+  columns = [name for name in columns if name not in empty]
   lines = [[shown(name, row.get(name)) for name in columns] for row in rows]
   facts = ", ".join(f"{header(name)} {shown(name, rows[0][name])}" for name in same)
   parts.append("<h3>Means over tasks</h3>")
-  parts.append(f"<p>All of them: {text(facts)}.</p>" if same else "")
+  if same:
+    parts.append(f"<p>All of them: {text(facts)}.</p>")
   parts.append(_table([header(name) for name in columns], lines, 1 + ("store" in columns)))
+  if empty:
+    parts.append(f"<p>Not measured (-): {text(', '.join(map(header, empty)))}.</p>")
   parts.append(
     '<p class="soft">Score: mean over tasks, each counting the same. Retention: score as a share '
     "of that of dense. TTFT (time to the first token), TPOT (time per output token), their "
