@@ -140,12 +140,15 @@ def latencies(panels: Mapping[str, Sequence[Spread]], title: str, path: Path) ->
   _save(figure, path)
 
 
-def head_maps(name: str, maps: Mapping[str, Any], title: str, path: Path) -> None:
-  """A value of every layer and head, as a heat map for each label; all have the same colors.
+def head_maps(
+  name: str, maps: Mapping[str, Any], limits: tuple[float, float], title: str, path: Path
+) -> None:
+  """A value of every layer and head, as a heat map for each label.
 
   Args:
     name: of the value; one that ends with _ratio is drawn in percent.
-    maps: label -> values [layers][heads].
+    maps: label -> values [layers][heads]; None stays white.
+    limits: least and greatest value that has a color of its own.
     title: what was asked of which model, where.
     path: of the PNG.
   """
@@ -157,8 +160,7 @@ def head_maps(name: str, maps: Mapping[str, Any], title: str, path: Path) -> Non
   size = (max(6.4, 1 + across * 3.6), 1.2 + down * (0.9 + min(2.0, 0.14 * heads)))
   figure = Figure(figsize=size, layout="constrained")
   panels = figure.subplots(down, across, squeeze=False)
-  known = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
-  colors = ScalarMappable(Normalize(*((known.min(), known.max()) if len(known) else (0, 1))))
+  colors = ScalarMappable(Normalize(scale * limits[0], scale * limits[1]))
   for axes, (one, grid) in zip(panels.flat, grids.items(), strict=False):
     axes.imshow(grid, aspect="auto", norm=colors.norm)
     axes.set_title(wrapped(one), fontsize=8)
@@ -170,7 +172,7 @@ def head_maps(name: str, maps: Mapping[str, Any], title: str, path: Path) -> Non
   for axes in panels.flat[len(grids) :]:
     axes.set_axis_off()
   label = name.removesuffix("_ratio").replace("_", " ") + ", %" * (scale == 100)
-  figure.colorbar(colors, ax=panels, shrink=min(1, 1.5 / down), label=label)
+  figure.colorbar(colors, ax=panels, shrink=min(1, 1.5 / down), label=_title(label))
   figure.suptitle(_title(title), fontsize=9)
   _save(figure, path)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -235,19 +235,25 @@ def _head_plots(group: Group) -> Iterator[Plot]:
       for name, values in (row.get("head_maps") or {}).items():
         by_name.setdefault(name, {})[label] = values
   for name, maps in by_name.items():
-    labels = list(maps)
+    labels, limits = list(maps), _limits(maps.values())  # the same colors in all pictures
     for start in range(0, len(labels), _MAPS_IN_A_PICTURE):
       some = labels[start : start + _MAPS_IN_A_PICTURE]
-      yield _head_plot(name, {one: maps[one] for one in some}, start)
+      yield _head_plot(name, {one: maps[one] for one in some}, limits, start)
 
 
-def _head_plot(name: str, maps: dict[str, list], start: int) -> Plot:
+def _limits(maps: Iterable[list]) -> tuple[float, float]:
+  values = np.concatenate([np.array(one, float).ravel() for one in maps])
+  known = values[np.isfinite(values)]
+  return (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+
+
+def _head_plot(name: str, maps: dict[str, list], limits: tuple[float, float], start: int) -> Plot:
   number = 1 + start // _MAPS_IN_A_PICTURE
   what = report_html.header(name)
   return Plot(
     f"heads_{''.join(one if one.isalnum() else '_' for one in name)}_{number}",
     f"Layers and heads: {what}, {start + 1} to {start + len(maps)}.",
-    lambda title, path: plots.head_maps(name, maps, title, path),
+    lambda title, path: plots.head_maps(name, maps, limits, title, path),
     folded=True,
   )
 

@@ -74,7 +74,7 @@ th, td { padding: .35rem .65rem; text-align: left; vertical-align: top; white-sp
 tr:last-child > * { border-bottom: 0; } thead th { background: var(--box); }
 tbody th { font-weight: 500; } .number { text-align: right; font-variant-numeric: tabular-nums; }
 thead th { vertical-align: bottom; } thead .number { white-space: normal; min-width: 5rem; }
-.name { white-space: normal; overflow-wrap: break-word; min-width: 12rem; max-width: 19rem; }
+.name { white-space: normal; overflow-wrap: break-word; min-width: 14rem; max-width: 19rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.45 monospace; }

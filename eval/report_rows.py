@@ -13,8 +13,9 @@ import numpy as np
 from eval.results import MANIFEST, RESULTS, ROW_FIELDS, Row
 
 PREDICTIONS = "predictions.jsonl"
-_TEXTS = ("model", "policy", "store", "device", "task", "metric")
-_NUMBERS = tuple(name for name in ROW_FIELDS if name not in _TEXTS)
+_NEEDED = ("policy", "task")
+_TEXTS = ("model", "store", "device", "metric", "page_score")
+_NUMBERS = tuple(name for name in ROW_FIELDS if name not in (*_NEEDED, *_TEXTS))
 _PREDICTION_NUMBERS = ("budget_tokens", "page_size", "score", "ttft_s")
 # What cases of the same policy and budget may differ in, and how their names say so.
 _DIFFERENCES = {
@@ -121,12 +122,14 @@ def read_run(folder: Path) -> Run:
   if not rows:
     raise ValueError(f"{folder} has no finished rows in {RESULTS}; wait for its first task")
   for number, row in rows:
-    _check(row, ("policy", "task"), _NUMBERS, f"{folder / RESULTS}: line {number}")
-    _check_maps(row.get("head_maps"), f"{folder / RESULTS}: line {number}")
+    where = f"{folder / RESULTS}: line {number}"
+    _check(row, _NUMBERS, where)
+    _check_maps(row.get("head_maps"), where)
   for number, row in predictions:
     where = f"{folder / PREDICTIONS}: line {number}"
-    _check(row, ("policy", "task"), _PREDICTION_NUMBERS, where)
-    if not all(isinstance(one, int | float) for one in row.get("step_s") or ()):
+    _check(row, _PREDICTION_NUMBERS, where)
+    steps = row.get("step_s") or []
+    if not isinstance(steps, list) or not all(isinstance(one, int | float) for one in steps):
       raise ValueError(f"{where}: step_s is not a list of numbers; delete the line")
   torn = tuple(name for name, (_, cut) in files.items() if cut)
   name = folder.resolve().name
@@ -208,10 +211,13 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, Row]], bool]:
   return found, False
 
 
-def _check(row: Row, texts: Sequence[str], numbers: Sequence[str], where: str) -> None:
-  for name in texts:
+def _check(row: Row, numbers: Sequence[str], where: str) -> None:
+  for name in _NEEDED:
     if not isinstance(row.get(name), str):
       raise ValueError(f"{where} has no {name}, expected a name; delete the line")
+  for name in _TEXTS:
+    if not isinstance(row.get(name), str | None):
+      raise ValueError(f"{where}: {name} is {row[name]!r}, expected a name or null")
   for name in numbers:
     if not isinstance(row.get(name), int | float | None):
       raise ValueError(f"{where}: {name} is {row[name]!r}, expected a number or null")

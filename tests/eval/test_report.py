@@ -226,6 +226,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     ("results.jsonl", "\xff\n", "line 1 is damaged"),
     ("results.jsonl", '{"task": "a"}\n', "line 1 has no policy"),
     ("results.jsonl", json.dumps(row(score="high")) + "\n", "line 1: score is 'high'"),
+    ("results.jsonl", json.dumps(row(store=["a"])) + "\n", "line 1: store is"),
     ("results.jsonl", json.dumps(row(head_maps={"a": [[1], [1, 2]]})) + "\n", "line 1: head_maps"),
     ("predictions.jsonl", json.dumps(said("dense", "", step_s="ab")) + "\n", "step_s is not"),
     ("predictions.jsonl", "7\n", "line 1 is damaged"),
