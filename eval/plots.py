@@ -186,10 +186,8 @@ def _accuracy(
   policies = dict.fromkeys(row["policy"] for row in rows)
   # What a legend needs: a line of 8 points is 0.15 inches high.
   needs = 1.4 + 0.15 * sum(wrapped(one).count("\n") + 1 for one in policies)
-  figure = Figure(
-    figsize=(9.2 if many else 6.4, max(4.2, needs * many)),
-    layout="constrained",
-  )
+  size = (9.2 if many else 6.4, max(4.2, needs * many))
+  figure = Figure(figsize=size, layout="constrained")
   axes = figure.subplots()
   (_draw_lines if many else _draw_labelled)(axes, rows, xs)
   if many:

@@ -53,6 +53,7 @@ _HEADERS = {
   "recall_stall_s_p50": "stall p50",
   "recall_stall_s_p99": "stall p99",
 }
+_UNSHOWN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6676; --paper: #fff; --box: #f4f6f9;
   --line: #d5dbe3; --mark: #0a5bb5; --warn: #8a4b00; }
@@ -110,9 +111,12 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def text(value: Any) -> str:
-  """Any value as text that is safe in a page; what no page can hold becomes a mark."""
+  """Any value as text that is safe in a page; what no page can hold becomes a mark.
+
+  So do characters that turn the direction of what follows, which could make a page lie.
+  """
   plain = str(value).encode("utf-8", "replace").decode()  # half of a surrogate pair
-  return html.escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", plain))
+  return html.escape(re.sub(_UNSHOWN, "\ufffd", plain))
 
 
 def shown(name: str, value: Any) -> str:

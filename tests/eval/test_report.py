@@ -10,7 +10,7 @@ import pytest
 
 from eval import report, report_html, report_rows
 
-HOSTILE = '<script>alert(1)</script><img src="http://evil/x.png">\x00\ud800 $\\frac'
+HOSTILE = '<script>alert(1)</script><img src="http://evil/x.png">\x00\ud800\u202e $\\frac'
 LONG = "quest:score=minmax:candidates=4:digest_dtype=int8"
 
 
@@ -137,7 +137,7 @@ def test_a_page_says_it_all_and_needs_nothing(tmp_path):
     assert text in page.text
   command = "python -m eval.run_needle '--policies=dense,\"a:b=(1,2)\"' --seed=0 --noshare"
   assert command in page.text
-  assert '<script>alert(1)</script><img src="http://evil/x.png">\ufffd? $' in page.text
+  assert '<script>alert(1)</script><img src="http://evil/x.png">\ufffd?\ufffd $' in page.text
   assert "(4,400 characters more)" in page.text
 
 
