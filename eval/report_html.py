@@ -43,7 +43,7 @@ _HEADERS = {
   "tpot_s_p99": "TPOT p99",
   "prefill_tokens_per_s": "prefill",
   "decode_tokens_per_s": "decode",
-  "speedup_vs_dense": "speedup vs dense",
+  "speedup_vs_dense": "speed vs dense",
   "device_kv_bytes": "KV on device",
   "peak_kv_bytes": "KV at peak",
   "host_kv_bytes": "KV on host",
@@ -70,12 +70,12 @@ a { color: var(--mark); } .soft { color: var(--soft); font-size: .9rem; }
 .warn { color: var(--warn); font-weight: 600; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; margin: .5rem 0; }
 table { border-collapse: collapse; font-size: .875rem; }
-th, td { padding: .35rem .65rem; text-align: left; vertical-align: top; white-space: nowrap;
+th, td { padding: .35rem .5rem; text-align: left; vertical-align: top; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
 tr:last-child > * { border-bottom: 0; } thead th { background: var(--box); }
 tbody th { font-weight: 500; } .number { text-align: right; font-variant-numeric: tabular-nums; }
-thead th { vertical-align: bottom; } thead .number { white-space: normal; min-width: 5rem; }
-.name { white-space: normal; overflow-wrap: break-word; min-width: 14rem; max-width: 19rem; }
+thead th { vertical-align: bottom; } thead .number { white-space: normal; min-width: 4rem; }
+.name { white-space: normal; overflow-wrap: break-word; min-width: 13rem; max-width: 19rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.45 monospace; }
