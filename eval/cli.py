@@ -35,7 +35,9 @@ _OURS = ("__main__", "kvjax", "models", "pallas_kernels", "eval", "scripts")
 flags.disclaim_key_flags()
 
 
-def run(main: Callable[[flags.FlagValues], None], define_flags: Callable[[], None]) -> None:
+def run(
+  main: Callable[..., None], define_flags: Callable[[], None], takes_arguments: bool = False
+) -> None:
   """Runs a command and exits.
 
   Bad flags, a `ValueError` that our own code raised, errors of the operating system (no such file,
@@ -45,12 +47,16 @@ def run(main: Callable[[flags.FlagValues], None], define_flags: Callable[[], Non
   Args:
     main: the command, given the parsed flags.
     define_flags: defines them; called first.
+    takes_arguments: main is also given a list of what stands beside the flags; otherwise that is
+      refused.
   """
   define_flags()
 
   def start(argv: list[str]) -> int | None:
     if flags.FLAGS.verbosity == 0:  # what absl's app sets where the user does not
       logging.set_verbosity(logging.WARNING)  # JAX informs about every backend that is not there
+    if takes_arguments:
+      return _guarded(lambda args: main(args, argv[1:]), [])
     return _guarded(main, argv[1:])
 
   app.run(start, flags_parser=_parse)

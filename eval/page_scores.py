@@ -156,12 +156,12 @@ def _inputs(layer: int, row: int, cache: KVCache) -> Inputs:
 
 
 class Judged(NamedTuple):
-  """What budgets of a score keep, each f32[budgets], means over steps and heads.
+  """What budgets of a score keep, means over steps.
 
   Attributes:
-    recall: share of the pages with the largest q . k that are among those of the best scores; the
-      newest page, which both have, does not count.
-    mass: share of dense attention's weights that falls on the chosen pages.
+    recall: f32[budgets], share of the pages with the largest q . k that are among those of the best
+      scores, mean over heads; the newest page, which both have, does not count.
+    mass: f32[budgets, K], share of dense attention's weights that falls on the chosen pages.
   """
 
   recall: jax.Array
@@ -232,17 +232,18 @@ def judge(
   hits = [(one & (true < w)).sum(axis=-1) for one, w in zip(own, widths, strict=True)]
   others = jnp.array(widths, jnp.float32) - 1  # than the newest
   recall = (jnp.stack(hits).mean(axis=(1, 2), dtype=jnp.float32) - 1) / others
-  return Judged(recall, jnp.stack([jnp.where(one, weights, 0).sum(axis=-1).mean() for one in own]))
+  mass = [jnp.where(one, weights, 0).sum(axis=-1).mean(axis=0) for one in own]
+  return Judged(recall, jnp.stack(mass))
 
 
 def judge_layers(
   how: Score, widths: tuple[int, ...], captured: Captured, cache: KVCache
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Recall and mass of each budget, means over the layers that select."""
+  """Of the layers that select: recall, their mean, f[budgets]; mass, f[budgets, layers, K]."""
   judged = []
   for row in range(captured.queries.shape[1]):
     keys = paged.keys_of(cache.pools, cache.table[row])[0].astype(jnp.float32)
     q = captured.queries[:, row]
     judged.append(judge(how, cache.pools.page_size, widths, keys, q, captured.lengths))
-  recall, mass = (np.stack(values).mean(axis=0) for values in zip(*judged, strict=True))
-  return recall, mass
+  recall, mass = (np.stack(values, axis=1) for values in zip(*judged, strict=True))
+  return recall.mean(axis=1), mass

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from eval.results import write_atomically
 
 _MARKERS = "osD^vPX*"
 _MOST_LABELS = 7  # as many places as there are for labels of the same point
+_WIDEST_LABEL = 20  # characters that fit beside a point
+_LINE = 30  # characters of a line of a label in a legend
+_ROW_LINE = 46  # and beside a row
+PERCENTILES = {50: "o", 90: "|", 99: "D"}
+
+
+class Spread(NamedTuple):
+  """Times of one policy.
+
+  Attributes:
+    label: policy@budget.
+    samples: seconds; empty where single times were not kept.
+    marks: their 50th, 90th and 99th percentile in seconds; None where unknown.
+  """
+
+  label: str
+  samples: Sequence[float]
+  marks: Sequence[float | None]
 
 
 def label(row: Mapping[str, Any]) -> str:
   """policy@budget, or the policy alone where it has none."""
   budget = row.get("budget_tokens")
   return row["policy"] if budget is None else f"{row['policy']}@{budget}"
+
+
+def wrapped(text: str, most: int = _LINE) -> str:
+  """A label in lines that are not long, of files only the names; safe to draw."""
+  text = re.sub(r"(^|=)[^\s:=,]*/", r"\1", text)
+  lines = [""]
+  for part in re.findall(rf"[^:, -]{{1,{most - 1}}}[:, -]?|.", text):
+    if len(lines[-1]) + len(part) > most:
+      lines.append("")
+    lines[-1] += part
+  return "\n".join(lines).replace("$", r"\$")  # which would begin a formula
 
 
 def accuracy_against_speed(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -62,19 +96,84 @@ def deltas(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
   grid = np.full((len(lines), len(tasks)), np.nan)
   for row in shown:
     grid[lines.index(_case(row)), tasks.index(row["task"])] = row["score"] - row["dense_score"]
-  longest = max(map(len, lines), default=0)  # 8 points high, a character is 0.07 inches wide
-  size = (1.4 + 0.9 * len(tasks) + 0.07 * longest, 2.4 + 0.32 * len(lines))
-  figure = Figure(figsize=size, layout="constrained")
+  labels = [wrapped(line, _ROW_LINE) for line in lines]
+  width, height = _room(labels)
+  columns = ["\n".join(re.split(r"[_ ]", wrapped(name))) for name in tasks]
+  width = max(6.4, width + 1.4 + 0.9 * len(tasks))
+  figure = Figure(figsize=(width, 2.4 + height), layout="constrained")
   axes = figure.subplots()
   picture = axes.imshow(grid, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
   for (line, task), delta in np.ndenumerate(grid):
     if np.isfinite(delta):
       color = "white" if abs(delta) > 0.6 else "black"
       axes.text(task, line, f"{delta:+.2f}", ha="center", va="center", fontsize=8, color=color)
-  axes.set_xticks(range(len(tasks)), [name.replace("_", "\n") for name in tasks], fontsize=8)
-  axes.set_yticks(range(len(lines)), lines, fontsize=8)
-  figure.suptitle(f"score minus that of dense\n{title}", fontsize=9)
+  axes.set_xticks(range(len(tasks)), columns, fontsize=8)
+  axes.set_yticks(range(len(lines)), labels, fontsize=8)
+  figure.suptitle(f"score minus that of dense (scores from 0 to 1)\n{_title(title)}", fontsize=9)
   figure.colorbar(picture, ax=axes, shrink=0.8)
+  _save(figure, path)
+
+
+def latencies(panels: Mapping[str, Sequence[Spread]], title: str, path: Path) -> None:
+  """How long things took: from the least to the most, a box for the middle half, percentiles.
+
+  Args:
+    panels: what was timed -> one for each policy, in the same order; side by side.
+    title: what was asked of which model, where.
+    path: of the PNG.
+  """
+  labels = [wrapped(one.label, _ROW_LINE) for one in next(iter(panels.values()))]
+  width, height = _room(labels)
+  size = (width + 1 + 4 * len(panels), 1.8 + height)
+  figure = Figure(figsize=size, layout="constrained")
+  columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+  for axes, (name, spreads) in zip(columns, panels.items(), strict=True):
+    _draw_spreads(axes, name, spreads)
+  columns[0].set_yticks(range(len(labels)), labels, fontsize=8)
+  columns[0].set_ylim(len(labels) - 0.4, -0.6)
+  drawn = [
+    Line2D([], [], color="black", marker=marker, linestyle="none", label=f"p{q}")
+    for q, marker in PERCENTILES.items()
+  ]
+  figure.legend(handles=drawn, loc="outside lower center", ncols=len(drawn), fontsize=8)
+  figure.suptitle(_title(title), fontsize=9)
+  _save(figure, path)
+
+
+def head_maps(
+  name: str, maps: Mapping[str, Any], limits: tuple[float, float], title: str, path: Path
+) -> None:
+  """A value of every layer and head, as a heat map for each label.
+
+  Args:
+    name: of the value; one that ends with _ratio is drawn in percent.
+    maps: label -> values [layers][heads]; None stays white.
+    limits: least and greatest value that has a color of its own.
+    title: what was asked of which model, where.
+    path: of the PNG.
+  """
+  scale = 100 if name.endswith("_ratio") else 1
+  grids = {one: scale * np.array(values, float).T for one, values in maps.items()}
+  heads = max(len(grid) for grid in grids.values())
+  across = min(len(grids), 3)
+  down = -(-len(grids) // across)
+  size = (max(6.4, 1 + across * 3.6), 1.2 + down * (0.9 + min(2.0, 0.14 * heads)))
+  figure = Figure(figsize=size, layout="constrained")
+  panels = figure.subplots(down, across, squeeze=False)
+  colors = ScalarMappable(Normalize(scale * limits[0], scale * limits[1]))
+  for axes, (one, grid) in zip(panels.flat, grids.items(), strict=False):
+    axes.imshow(grid, aspect="auto", norm=colors.norm)
+    axes.set_title(wrapped(one), fontsize=8)
+    axes.set_xlabel("layer", fontsize=8)
+    axes.set_ylabel("head", fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    axes.tick_params(labelsize=7)
+  for axes in panels.flat[len(grids) :]:
+    axes.set_axis_off()
+  label = name.removesuffix("_ratio").replace("_", " ") + ", %" * (scale == 100)
+  figure.colorbar(colors, ax=panels, shrink=min(1, 1.5 / down), label=_title(label))
+  figure.suptitle(_title(title), fontsize=9)
   _save(figure, path)
 
 
@@ -82,18 +181,71 @@ def _accuracy(
   rows: Sequence[Mapping[str, Any]], xs: Sequence[float], name: str, title: str, path: Path
 ) -> None:
   """Few points have labels; of many, a line joins those of a policy and a legend names it."""
-  many = len(rows) > _MOST_LABELS
-  figure = Figure(figsize=(8.4 if many else 6.4, 4.2), layout="constrained")
+  long = any(len(label(row)) > _WIDEST_LABEL for row in rows)
+  many = long or len(rows) > _MOST_LABELS
+  policies = dict.fromkeys(row["policy"] for row in rows)
+  # What a legend needs: a line of 8 points is 0.15 inches high.
+  needs = 1.4 + 0.15 * sum(wrapped(one).count("\n") + 1 for one in policies)
+  size = (9.2 if many else 6.4, max(4.2, needs * many))
+  figure = Figure(figsize=size, layout="constrained")
   axes = figure.subplots()
   (_draw_lines if many else _draw_labelled)(axes, rows, xs)
   if many:
     figure.legend(loc="outside right upper", fontsize=8, title="larger mark: more tokens")
-  axes.set(xlim=(0, 1.15 * max(xs)), ylim=(-12, 112), yticks=range(0, 101, 25))
+  top = _top(100 * max(row["score"] for row in rows))
+  axes.set(xlim=(0, 1.15 * max(xs) or 1), ylim=(-0.12 * top, 1.12 * top))
+  axes.yaxis.set_major_locator(MaxNLocator(5))
   axes.set_xlabel(name)
-  axes.set_ylabel("right answers, %")
-  axes.set_title(title, fontsize=10)
+  axes.set_ylabel("score, %")
+  axes.set_title(_title(title), fontsize=10)
   axes.grid(alpha=0.3)
   _save(figure, path)
+
+
+def _top(highest: float) -> int:
+  """The end of an axis of percentages: 100, or less where all are low."""
+  return next(end for end in (5, 10, 20, 50, 100) if highest <= end or end == 100)
+
+
+def _title(text: str) -> str:
+  return text.replace("$", r"\$")
+
+
+def _room(labels: Sequence[str]) -> tuple[float, float]:
+  """Inches that labels beside rows of a plot need; 8 points high, a character is 0.07 wide."""
+  longest = max((len(line) for one in labels for line in one.split("\n")), default=0)
+  lines = max((one.count("\n") + 1 for one in labels), default=1)
+  return 0.07 * longest, len(labels) * max(0.3, 0.13 * lines + 0.08)
+
+
+def _draw_spreads(axes: Axes, name: str, spreads: Sequence[Spread]) -> None:
+  seconds = [one for spread in spreads for one in (*spread.samples, *spread.marks) if one]
+  scale, unit = (1, "s") if max(seconds, default=1) >= 1 else (1e3, "ms")
+  for place, spread in enumerate(spreads):
+    color = f"C{place % 10}"
+    if len(spread.samples):
+      low, first, third, high = scale * np.percentile(spread.samples, (0, 25, 75, 100))
+      axes.plot([low, high], [place, place], color=color, linewidth=1)
+      axes.barh(place, third - first, 0.5, first, color=color, alpha=0.35)
+    for mark, value in zip(PERCENTILES.values(), spread.marks, strict=True):
+      if value is not None:
+        axes.plot(scale * value, place, mark, color=color, markersize=14 if mark == "|" else 6)
+  axes.set_xlabel(f"{name}, {unit}")
+  axes.grid(axis="x", alpha=0.3)
+  if seconds and max(seconds) > 20 * min(seconds):
+    _logarithmic(axes)
+  else:
+    axes.set_xlim(0, 1.05 * scale * max(seconds, default=1))
+
+
+def _logarithmic(axes: Axes) -> None:
+  """With as many numbers as there is room for, and no powers of ten."""
+  axes.set_xscale("log")
+  low, high = axes.get_xlim()
+  axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+  axes.xaxis.set_major_formatter("{x:g}")
+  axes.xaxis.set_minor_formatter(NullFormatter())
+  axes.tick_params(axis="x", labelsize=8)
 
 
 def _draw_labelled(axes: Axes, rows: Sequence[Mapping[str, Any]], xs: Sequence[float]) -> None:
@@ -102,7 +254,7 @@ def _draw_labelled(axes: Axes, rows: Sequence[Mapping[str, Any]], xs: Sequence[f
     kind, y = policies.index(row["policy"]), 100 * row["score"]
     axes.plot(x, y, _MARKERS[kind % len(_MARKERS)], color=f"C{kind}", markersize=9)
     axes.annotate(
-      label(row), (x, y), (0, place), textcoords="offset points", ha="center", va="center"
+      _title(label(row)), (x, y), (0, place), textcoords="offset points", ha="center", va="center"
     )
 
 
@@ -117,7 +269,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Mapping[str, Any]], xs: Sequence[floa
     color, marker = f"C{kind}", _MARKERS[kind % len(_MARKERS)]
     axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.6)
     for size, (x, y) in enumerate(points):
-      name = None if size else policy
+      name = None if size else wrapped(policy)
       style = {"fillstyle": "none", "linestyle": "none", "markersize": 6 + 2 * size}
       axes.plot(x, y, marker=marker, color=color, label=name, **style)
 
@@ -125,19 +277,20 @@ def _draw_lines(axes: Axes, rows: Sequence[Mapping[str, Any]], xs: Sequence[floa
 def _label_places(rows: Sequence[Mapping[str, Any]], xs: Sequence[float]) -> list[int]:
   """Points above (or below) each point for its label, so that neighbours do not overlap."""
   reach = 0.25 * max(xs)  # about a label's width
+  near = 0.0015 * _top(100 * max(row["score"] for row in rows))  # and height
   places: list[int] = []
   for index, row in enumerate(rows):
     taken = {
       place
       for other, x, place in zip(rows[:index], xs, places, strict=False)
-      if abs(x - xs[index]) < reach and abs(other["score"] - row["score"]) < 0.15
+      if abs(x - xs[index]) < reach and abs(other["score"] - row["score"]) < near
     }
     places.append(next(place for place in (14, -14, 26, -26, 38, -38, 50) if place not in taken))
   return places
 
 
 def _case(row: Mapping[str, Any]) -> str:
-  return f"{label(row)} {row['store']}"
+  return f"{label(row)} {row.get('store') or ''}".strip()
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -11,7 +11,8 @@ NAME/int8 and NAME/int8*N keep digests in int8 (`digest_dtype`).
 Beside the fields of every result row: `page_score`; `page_recall_ratio`, the share of the pages
 with the largest q . k that were chosen; `mass_kept_ratio`, the share of dense attention's weights
 on the chosen pages; `digest_bytes`; `read_bytes_per_step`, of digests, keys of candidates, and
-chosen keys and values; `select_s`, of all layers of a step.
+chosen keys and values; `select_s`, of all layers of a step; `head_maps`, name -> [layers][heads],
+null for layers that do not select, which `eval.report` draws.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def _measure(
   caches = [repaged(one.cache, size) for one in captures]
   widths = tuple(budget // size for budget in budgets)
   judged = [judge_layers(score, widths, *pair) for pair in zip(captures, caches, strict=True)]
-  recall, mass = np.mean(judged, axis=0)  # [budgets] each
+  recall, mass = (np.mean(one, axis=0) for one in zip(*judged, strict=True))
   cache_config = CacheConfig(1, capacity, size, base_tokens=capacity)
   runners = [
     prepare(
@@ -225,11 +226,19 @@ def _measure(
     ) | {
       "page_score": str(score),
       "page_recall_ratio": float(recall[place]),
-      "mass_kept_ratio": float(mass[place]),
+      "mass_kept_ratio": float(mass[place].mean()),
       "digest_bytes": runner.decode_bytes.metadata,
       "read_bytes_per_step": _read_bytes(runner, score, budget),
       "select_s": select_seconds(runner, captures[0], digested[0]),
+      "head_maps": {"mass_kept_ratio": _head_map(runner, mass[place])},
     }
+
+
+def _head_map(runner: Runner, values: np.ndarray) -> list[list[float | None]]:
+  """[layers][heads] of f[layers that select, heads]: None for the other layers."""
+  by_layer = dict(zip(runner.plan.select_layers, values.round(4).tolist(), strict=True))
+  others = [None] * values.shape[1]
+  return [by_layer.get(layer, others) for layer in range(runner.model.config.num_layers)]
 
 
 def _read_bytes(runner: Runner, score: Score, budget: int) -> int:

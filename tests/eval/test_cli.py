@@ -67,6 +67,18 @@ def test_bad_flags_are_one_line(argument, complaint):
   assert complaint in done.stderr
 
 
+def test_arguments_for_a_command_that_takes_them():
+  code = "from eval import cli\ncli.run(lambda _, more: print(more), lambda: None, True)"
+  done = subprocess.run(
+    [sys.executable, "-c", code, "a b", "c"],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=ROOT,
+  )
+  assert (done.returncode, done.stdout) == (0, "['a b', 'c']\n"), done.stderr
+
+
 def test_help_lists_the_flags_of_the_command():
   done = _run("--help")
   assert "--model" in done.stdout and "--budget_tokens" in done.stdout

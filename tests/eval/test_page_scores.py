@@ -90,10 +90,11 @@ def test_recall_and_mass_by_hand(captured, score, dtype):
         chosen = own[: width - 1]
         recalls.append(len(set(chosen) & set(true[: width - 1])) / (width - 1))
         masses.append(sum(weights[pages[page]].sum() for page in [*chosen, len(pages) - 1]))
-  recalls, masses = (np.reshape(x, (-1, len(widths))).mean(axis=0) for x in (recalls, masses))
+  recalls = np.reshape(recalls, (-1, len(widths))).mean(axis=0)
+  masses = np.reshape(masses, (STEPS, k, len(widths))).mean(axis=0)
   np.testing.assert_allclose(recall[:2], recalls[:2], atol=1e-6)
-  np.testing.assert_allclose(mass, masses, rtol=1e-5)
-  assert np.isclose(mass[-1], 1) and (score != "exact" or np.allclose(recall[:2], 1))
+  np.testing.assert_allclose(mass[:, 0], masses.T, rtol=1e-5)  # one layer selects
+  assert np.allclose(mass[-1], 1) and (score != "exact" or np.allclose(recall[:2], 1))
 
 
 def test_a_second_look_at_all_pages_is_exact(captured):
@@ -148,6 +149,8 @@ def test_the_rows_and_the_plot(arguments, tmp_path):
   for row in rows:
     assert row["num_examples"] == 4 and row["dense_score"] is not None and row["select_s"] > 0
     assert 0 < row["mass_kept_ratio"] < 1 and 0 <= row["page_recall_ratio"] <= 1
+    first, *others = row["head_maps"]["mass_kept_ratio"][1:]  # layers 0 and 1 do not select
+    assert set(first) == {None} and np.isclose(np.mean(others), row["mass_kept_ratio"], atol=1e-3)
     assert row["page_score"] != "exact" or np.isclose(row["page_recall_ratio"], 1)
   key = tiny.CONFIG.num_kv_heads * tiny.CONFIG.head_dim  # numbers of one token, or of one mean
   for row in rows:  # one layer selects

@@ -42,3 +42,31 @@ def test_deltas(tmp_path):
   path = tmp_path / "a.png"
   plots.deltas(rows[:-1], "title", path)  # one was never measured
   assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_latencies_with_and_without_samples(tmp_path):
+  spreads = [
+    plots.Spread("dense", [0.01, 0.02, 3.0], [0.02, 2.4, 2.9]),
+    plots.Spread("$quest@64", [], [0.01, None, None]),
+  ]
+  plots.latencies({"TTFT": spreads, "TPOT": spreads}, "title", tmp_path / "a.png")
+  plots.latencies({"TPOT": spreads[1:]}, "title", tmp_path / "b.png")
+  for path in tmp_path.iterdir():
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_head_maps(tmp_path):
+  maps = {f"p@{n}": [[None, 0.5], [0.1 * n, 1.0]] for n in range(4)}
+  plots.head_maps("$kept_ratio", maps, (0.0, 1.0), "title", tmp_path / "a.png")
+  assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_long_labels_are_wrapped_and_files_keep_their_name():
+  label = "omnikv:profile=some/where/model-filter_layers.npz:first=2@2048"
+  lines = plots.wrapped(label).splitlines()
+  assert "".join(lines) == "omnikv:profile=model-filter_layers.npz:first=2@2048"
+  assert max(map(len, lines)) <= 30 and len(lines) == 2
+  assert plots.wrapped("my/dir/mine.py") == "mine.py"
+  assert plots.wrapped("quest, mean/int8*4@64") == "quest, mean/int8*4@64"
+  assert plots.wrapped("x" * 40).split("\n") == ["x" * 29, "x" * 11]
+  assert plots.wrapped("$a") == r"\$a"
