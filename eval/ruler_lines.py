@@ -28,6 +28,7 @@ from eval.problem import ENDLESS, Problem, random_uuid
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NUMBER_DIGITS = 7
+_KEYS = [f"{a}-{n}" for a in needle.ADJECTIVES.split() for n in needle.NOUNS.split()]
 _JSON_INSTRUCTION = (
   "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:"
 )
@@ -38,7 +39,7 @@ _JSON_PREFIX = "Corresponding value:"
 def niah_single_1(rng: random.Random, sentences: Sequence[str], depth: float) -> Problem:
   """One number, among the same sentences."""
   del sentences
-  key, value = _word_keys(rng, 1)[0], needle.random_number(rng, _NUMBER_DIGITS)
+  key, value = rng.choice(_KEYS), needle.random_number(rng, _NUMBER_DIGITS)
   fact = needle.NEEDLE.format(key=key, value=value)
   return _hidden(fact, lambda size: [_NOISE] * size, depth, ENDLESS, key, value)
 
@@ -46,7 +47,8 @@ def niah_single_1(rng: random.Random, sentences: Sequence[str], depth: float) ->
 def niah_multikey_2(rng: random.Random, sentences: Sequence[str], depth: float) -> Problem:
   """One number, among those of other keys."""
   del sentences
-  key, *others = _word_keys(rng)
+  keys = ["-".join(two) for two in itertools.product(_KEYS, repeat=2)]
+  key, *others = rng.sample(keys, len(keys))
   value, seed = needle.random_number(rng, _NUMBER_DIGITS), rng.random()
 
   def lines(size: int) -> list[str]:
@@ -123,13 +125,6 @@ def _inserted[T](items: Sequence[T], one: T, depth: float) -> list[T]:
   """With one item behind its share of the others, from 0 (all behind it) to 1."""
   place = round(len(items) * depth)
   return [*items[:place], one, *items[place:]]
-
-
-def _word_keys(rng: random.Random, count: int | None = None) -> list[str]:
-  """Different keys, all that there are by default: adjective, noun, adjective, noun."""
-  pairs = [f"{a}-{n}" for a in needle.ADJECTIVES.split() for n in needle.NOUNS.split()]
-  keys = ["-".join(two) for two in itertools.product(pairs, repeat=2)]
-  return rng.sample(keys, count or len(keys))
 
 
 def _uuid_pairs(seed: float, count: int) -> list[tuple[str, str]]:

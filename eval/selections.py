@@ -57,12 +57,15 @@ def follow(runner: Runner, params: Params, prompt: Sequence[int], steps: int) ->
   page_size, total = runner.decode_config.page_size, runner.decode_config.pages_per_row
   seen = []
   for _ in range(steps):
-    chosen = selected_pages(runner, params, cache, tokens[-1:])
+    newest = np.array(tokens[-1:], np.int32)
+    chosen = selected_pages(runner, params, cache, newest)
     seen.append([_marked(np.asarray(pages[0]), total) for pages in chosen.values()])
-    logits, cache = decode_step(runner, params, cache, np.array(tokens[-1:], np.int32))
+    logits, cache = decode_step(runner, params, cache, newest)
     tokens.append(int(logits[0].argmax()))
   lengths = len(prompt) + 1 + np.arange(steps)
-  return Selections(tokens[:steps], tuple(chosen), np.array(seen), -(-lengths // page_size), cache)
+  return Selections(
+    tokens[:steps], runner.plan.select_layers, np.array(seen), -(-lengths // page_size), cache
+  )
 
 
 def corrected_overlap(first: np.ndarray, later: np.ndarray, num_pages: np.ndarray) -> np.ndarray:
