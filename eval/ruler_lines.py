@@ -6,7 +6,9 @@
     kv_retrieval     the same in JSON
 
 Where every line could be the one, what is asked for differs from the rest by its key alone, which
-is harder for a method that looks at pages from afar than one odd sentence in a book.
+is harder for a method that looks at pages from afar than one odd sentence in a book. It takes a
+larger model too: SmolLM2-135M found 2 of 2 in niah_single_1 at 1,500 tokens with dense attention,
+and 0 of 2 in each of the others.
 
 The first three are RULER's tasks of these names; `ruler` names source and departures. Here there is
 one more: keys of niah_multikey_2 are two pairs of our own words, since of one pair there are 144

@@ -71,7 +71,7 @@ def follow(runner: Runner, params: Params, prompt: Sequence[int], steps: int) ->
 def corrected_overlap(first: np.ndarray, later: np.ndarray, num_pages: np.ndarray) -> np.ndarray:
   """How much of a selection is left: 1 for all of it, 0 for no more than chance.
 
-  FlexiCache's random-corrected overlap (Takbir et al., MLSys 2026): with o the share of the later
+  FlexiCache's random-corrected overlap (MLSys 2026): with o the share of the later
   pages that were among the first and r the share that random pages would have there, the larger of
   0 and (o - r) / (1 - r). As in the authors' code, of K pages among N, r is K / N.
 
