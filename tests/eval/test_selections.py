@@ -13,7 +13,7 @@ from tests.kvjax import matrix
 
 PAGE, STEPS = matrix.PAGE, 20
 SHAPE = next(shape for shape in matrix.SHAPES if shape.kv_heads > 1 and shape.group > 1)
-MODEL, PARAMS = matrix.tiny_model(SHAPE)
+MODEL, PARAMS = matrix.tiny_model(SHAPE, 2)
 PROMPT = [(7 * n) % 61 for n in range(150)]
 
 
@@ -23,15 +23,13 @@ def _runner(policy, **options):
   return prepare(MODEL, made, made.stores[0], cache, chunk_tokens=64)
 
 
-@pytest.mark.parametrize(("group", "lists"), [("max", SHAPE.kv_heads), ("none", None)])
-def test_every_step_is_seen_as_it_is_made(group, lists):
-  runner = _runner("quest", budget_tokens=48, dense_layers=1, group=group)
+def test_every_step_is_seen_as_it_is_made():
+  runner = _runner("quest", budget_tokens=48, dense_layers=1)
   seen = selections.follow(runner, PARAMS, PROMPT, STEPS)
   alone = generate(runner, PARAMS, [PROMPT], max_new_tokens=STEPS)
   assert seen.tokens == alone.tokens[0]
-  assert seen.layers == (1, 2)
-  lists = lists or SHAPE.kv_heads * SHAPE.group
-  assert seen.pages.shape == (STEPS, 2, lists, 12) and seen.pages.dtype == bool
+  assert seen.layers == (1,)
+  assert seen.pages.shape == (STEPS, 1, SHAPE.kv_heads, 12) and seen.pages.dtype == bool
   assert (seen.pages.sum(axis=-1) == 3).all()
   assert seen.num_pages.tolist() == [-(-(150 + step + 1) // 16) for step in range(STEPS)]
   newest = seen.num_pages - 1

@@ -24,9 +24,9 @@ def test_all_are_run():
   assert {path.stem for path in NOTEBOOKS} == {"write_a_policy", *SAYS}
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_the_first_code_installs(name):
-  first = next(cell for cell in cells_of(ROOT / "notebooks" / f"{name}.ipynb") if "outputs" in cell)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_code_installs(notebook):
+  first = next(cell for cell in cells_of(notebook) if cell["cell_type"] == "code")
   assert "%pip install" in "".join(first["source"])
 
 
