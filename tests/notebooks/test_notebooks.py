@@ -39,4 +39,3 @@ def test_it_runs(name, tmp_path, monkeypatch):
   said, pictures = SAYS[name]
   assert all(one in outputs for one in said)
   assert outputs.count('"image/png"') == pictures
-  assert '"name": "stderr"' not in outputs
