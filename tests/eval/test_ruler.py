@@ -51,7 +51,7 @@ def test_the_text_holds_what_is_asked_for(name):
     text = problem.haystack(size)
     assert all(reference in text for reference in problem.references)
   assert len(set(problem.references)) == len(problem.references)
-  lengths = [len(problem.ask(size)) for size in range(0, problem.largest, 7)]
+  lengths = [len(problem.ask(size)) for size in range(0, min(problem.largest, 700), 7)]
   assert lengths == sorted(lengths) and len(set(lengths)) > 20
 
 
@@ -152,7 +152,7 @@ def test_prompts_are_as_long_as_they_can_be(words, name):
     assert prompt.startswith("<|im_start|>user\n") and "<|im_start|>assistant\n" in prompt
     assert all(reference in prompt for reference in one.references)
     tail = words.decode(one.prompt_ids[-one.question_tokens :], skip_special=False)
-    assert tail.startswith(("What", "Question", "Start")) and tail.count("<|im_end|>") == 1
+    assert tail.startswith(("What", "Question", "Start", "Key")) and tail.count("<|im_end|>") == 1
     assert "assistant" not in tail.partition("<|im_end|>")[0]
     assert one.new_tokens >= len(words.encode(" ".join(one.references)))
 

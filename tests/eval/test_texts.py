@@ -70,3 +70,22 @@ def test_bad_files_are_named(tmp_path, content, complaint):
 def test_a_folder_is_not_a_text(tmp_path):
   with pytest.raises(ValueError, match="is not a file"):
     texts.read_text(tmp_path)
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+  (tmp_path / "b").mkdir()
+  for name in ("b/2.txt", "c.md", "a.txt", "b/1.md", "b/3.html", "b/4"):
+    (tmp_path / name).write_text(f"({name})", encoding="utf-8")
+  assert texts.read_folder(tmp_path) == "(a.txt)\n\n(b/1.md)\n\n(b/2.txt)\n\n(c.md)"
+
+
+def test_bad_folders_are_named(tmp_path):
+  with pytest.raises(ValueError, match="nowhere is not a folder"):
+    texts.read_folder(tmp_path / "nowhere")
+  with pytest.raises(ValueError, match=r"has no file \*\.txt or \*\.md"):
+    texts.read_folder(tmp_path)
+  (tmp_path / "bad.txt").write_bytes(b"abc\xff")
+  with pytest.raises(ValueError, match=r"bad.txt is not UTF-8 text \(byte 3\)"):
+    texts.read_folder(tmp_path)
+  with pytest.raises(ValueError, match=r"bad.txt is not a folder"):
+    texts.read_folder(tmp_path / "bad.txt")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +14,16 @@ from kvjax.engine import steps
 from tests.kvjax import matrix, test_laws
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
+from tests.notebooks.running import ROOT, cells_of, run
 
-ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "write_a_policy.ipynb"
 MAGIC = "%%writefile mean_key.py\n"
 
 
-def _cells():
-  return json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-
-
 def _policy_source():
-  sources = ["".join(cell["source"]) for cell in _cells()]
+  sources = ["".join(cell["source"]) for cell in cells_of(NOTEBOOK)]
   (source,) = (one.removeprefix(MAGIC) for one in sources if one.startswith(MAGIC))
   return source.rstrip("\n") + "\n"
-
-
-def test_it_is_stored_without_outputs():
-  code = [cell for cell in _cells() if cell["cell_type"] == "code"]
-  assert len(code) > 5
-  assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
 
 
 def test_the_policy_has_at_most_40_lines_and_the_page_shows_the_same():
@@ -79,20 +66,11 @@ def test_the_policy_does_not_mind_what_its_state_held_before(entry, monkeypatch)
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-  nbformat = pytest.importorskip("nbformat", reason="needs the extra: pip install -e .[notebooks]")
-  nbclient = pytest.importorskip("nbclient", reason="needs the extra: pip install -e .[notebooks]")
-  pytest.importorskip("ipykernel", reason="needs the extra: pip install -e .[notebooks]")
   config = dataclasses.replace(tiny.tied(), max_tokens=2048, vocab_size=len(TOKENS), num_layers=3)
   extra = INFO | {"tokenizer.chat_template": CHATML}
   model = tiny.write_gguf(tmp_path / "tiny.gguf", config, tiny.tensors(config), extra=extra)
   text = tmp_path / "book.txt"
   text.write_text(" ".join(f"Sentence number {n} ends here." for n in range(200)), "utf-8")
-  monkeypatch.setenv("KVJAX_NOTEBOOK_MODEL", str(model))
-  monkeypatch.setenv("KVJAX_NOTEBOOK_TEXT", str(text))
-  monkeypatch.setenv("KVJAX_NOTEBOOK_TOKENS", "1500")
-  monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-  notebook = nbformat.read(NOTEBOOK, as_version=4)
-  folder = {"metadata": {"path": str(tmp_path)}}
-  nbclient.NotebookClient(notebook, timeout=300, resources=folder).execute()
-  outputs = json.dumps([cell.get("outputs", []) for cell in notebook["cells"]])
+  settings = {"MODEL": model, "TEXT": text, "TOKENS": 1500}
+  outputs = run(NOTEBOOK, tmp_path, monkeypatch, settings)
   assert "mean_key@375" in outputs and "image/png" in outputs
