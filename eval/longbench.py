@@ -1,29 +1,19 @@
 """LongBench: 21 tasks over long texts, and 13 of them with even lengths (LongBench-E).
 
-The protocol is that of github.com/THUDM/LongBench, version 1 (commit 2e00731): prompts, most new
-tokens, chat templates, cuts and scores of pred.py and eval.py. `longbench_prompts.json` is its
-config/dataset2prompt.json, typos included, since they are part of the benchmark; it is under the
-MIT licence in `LICENSE.longbench_prompts`. The data comes as its authors give it: a folder with
-TASK.jsonl, and TASK_e.jsonl of LongBench-E, whose tasks are called TASK_e here.
-
-Departures: where a prompt is too long, the official code decodes both halves, joins the texts and
-encodes them again, within the chat template and beyond the length that was asked for. Here the ids
-are cut, and template and question together have that length.
+Scores are those of eval.py and metrics.py of github.com/THUDM/LongBench, version 1 (commit
+2e00731), answer by answer. `eval.longbench_prompts` puts the questions. The data comes as its
+authors give it: a folder with TASK.jsonl, and TASK_e.jsonl of LongBench-E, whose tasks are called
+TASK_e here.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
-from eval import metrics, prompts
-from eval.jsonl import Record
-from eval.tasks import Example
-from models import Tokenizer
+from eval import metrics
 
 FIELDS = {
   "input": str,
@@ -93,7 +83,7 @@ def task_of(name: str) -> Task:
   """
   if name not in NAMES:
     raise ValueError(f"unknown task {name!r}, expected some of {', '.join(NAMES)}")
-  return TASKS[_plain(name)]
+  return TASKS[plain(name)]
 
 
 def score(name: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
@@ -129,58 +119,6 @@ def find(data_dir: Path, name: str) -> Path:
   return path
 
 
-def examples(
-  tokenizer: Tokenizer, name: str, records: Sequence[Record], prompt_tokens: int
-) -> list[Example]:
-  """The questions of a task.
-
-  Args:
-    tokenizer: of the model. Without a chat template every prompt is plain text.
-    name: the task.
-    records: lines of its file, with `FIELDS`.
-    prompt_tokens: most tokens of a prompt.
-
-  Raises:
-    ValueError: no such task, or too few tokens for a prompt.
-  """
-  return [
-    _example(tokenizer, name, str(index), record, prompt_tokens)
-    for index, record in enumerate(records)
-  ]
-
-
-def _example(
-  tokenizer: Tokenizer, name: str, index: str, record: Record, prompt_tokens: int
-) -> Example:
-  task, template = task_of(name), _templates()[_plain(name)]
-  body = template.format(context=record["context"], input=record["input"])
-  chat = task.chat and tokenizer.chat_template is not None
-  text = prompts.conversation(tokenizer, body) if chat else body
-  asked = template.partition("{context}")[2].format(input=record["input"]).strip()
-  return Example(
-    task=name,
-    id=index,
-    prompt_ids=prompts.cut_middle(tokenizer, text, body, prompt_tokens),
-    references=tuple(record["answers"]),
-    new_tokens=task.new_tokens,
-    question_tokens=prompts.num_tokens(tokenizer, asked + text.rpartition(asked)[2]),
-    classes=tuple(record["all_classes"] or ()),
-    stop_ids=_newline(tokenizer) if _plain(name) == "samsum" else (),
-    length=record["length"],
-    chat=chat,
-  )
-
-
-def _newline(tokenizer: Tokenizer) -> tuple[int, ...]:
-  """Ends an answer of samsum, where models go on with dialogues of their own."""
-  return (tokenizer.encode("\n")[-1],)
-
-
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+  """The name without the "_e" of LongBench-E."""
   return name.removesuffix("_e")
-
-
-@functools.cache
-def _templates() -> dict[str, str]:
-  path = Path(__file__).with_name("longbench_prompts.json")
-  return json.loads(path.read_text(encoding="utf-8"))
