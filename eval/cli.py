@@ -97,12 +97,12 @@ def define_page_size_flag() -> None:
   )
 
 
-def define_out_dir(name: str) -> None:
+def define_out_dir(name: str, text: str = "New folder for rows, manifest and plots.") -> None:
   """--out_dir, by default a new folder under runs/ named after the command and the time."""
   now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
   names = itertools.chain([f"{name}-{now}"], (f"{name}-{now}-{n}" for n in itertools.count(2)))
   default = next(path for path in map(Path("runs").joinpath, names) if not path.exists())
-  flags.DEFINE_string("out_dir", str(default), "New folder for rows, manifest and plots.")
+  flags.DEFINE_string("out_dir", str(default), text)
   flags.register_validator("out_dir", bool, "expected the path of a new folder")
 
 

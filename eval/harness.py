@@ -1,7 +1,7 @@
-"""Asks a model questions under one policy, and makes a result row of the answers.
+"""Asks a model a batch of questions under one policy, and makes a result row of a task's answers.
 
-A question may come with a recording of its prompt (`eval.replay`), which every policy then replays
-instead of prefilling; the time to the first token is not measured then.
+Questions may come with a recording of their prompts (`eval.replay`), which every policy then
+replays instead of prefilling; the time to the first token is not measured then.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from eval import replay, results, tasks
+from eval.predictions import Prediction
 from eval.replay import Recording
 from eval.tasks import Example
 from kvjax import POLICIES, Generation, Runner, generate
@@ -23,72 +23,100 @@ from models import Loaded
 _WARM_UP = 3  # new tokens: the first, one that compiles the decode step, one more
 
 
-class Answer(NamedTuple):
-  """What came out.
-
-  Attributes:
-    text: the answer, without the stop token.
-    score: share of the references that it holds.
-    stopped: the model ended it, not the limit.
-    ttft_s: wall seconds to the first token.
-    step_s: wall seconds of each decode step.
-  """
-
-  text: str
-  score: float
-  stopped: bool
-  ttft_s: float | None
-  step_s: list[float]
+def prompts(runner: Runner, batch: Sequence[Example]) -> list[list[int]]:
+  """A prompt for each row of a runner: the last one again where there are fewer examples."""
+  missing = runner.prefill_config.batch_size - len(batch)
+  return [example.prompt_ids for example in [*batch, *[batch[-1]] * missing]]
 
 
 def compile_runner(
-  loaded: Loaded, runner: Runner, example: Example, recording: Recording | None = None
+  loaded: Loaded, runner: Runner, batch: Sequence[Example], recording: Recording | None = None
 ) -> float:
-  """Seconds that it takes to compile a runner and to run it on the beginning of a prompt."""
+  """Seconds that it takes to compile a runner and to run it on the beginnings of prompts."""
   begin = time.perf_counter()
-  short = example.prompt_ids[: runner.chunk_tokens // 2]
-  part = None if recording is None else recording._replace(prompt=short)
-  _generate(loaded, runner, short, _WARM_UP, part)
+  short = [prompt[: runner.chunk_tokens // 2] for prompt in prompts(runner, batch)]
+  part = None if recording is None else recording._replace(prompts=short)
+  _generate(loaded, runner, short, part, max_new_tokens=_WARM_UP)
   return time.perf_counter() - begin
 
 
 def ask(
   loaded: Loaded,
   runner: Runner,
-  example: Example,
+  batch: Sequence[Example],
   recording: Recording | None = None,
   progress: Progress = lambda phase, done, total: None,
-) -> Answer:
-  """Asks one question, greedily; the answer ends where the model ends it, or at its limit."""
+) -> list[Prediction]:
+  """Asks some questions of one task, greedily, and scores the answers.
+
+  An answer ends where the model ends it, or at its own limit; what the rows of the batch do after
+  that, and rows that repeat an example, are left out.
+
+  Returns:
+    A prediction for each example, without its field `batch`.
+  """
   assert loaded.tokenizer is not None
   result = _generate(
     loaded,
     runner,
-    example.prompt_ids,
-    example.new_tokens,
+    prompts(runner, batch),
     recording,
-    stop_ids=loaded.tokenizer.eos_ids,
+    max_new_tokens=max(example.new_tokens for example in batch),
+    stop_ids={*loaded.tokenizer.eos_ids, *batch[0].stop_ids},
     progress=progress,
   )
-  text = loaded.tokenizer.decode(result.tokens[0])
-  score = tasks.score(example.references, text)
-  ttft_s = None if recording else result.ttft_s
-  return Answer(text, score, result.stopped[0], ttft_s, result.step_s)
+  timing = {
+    "ttft_s": None if recording else result.ttft_s,
+    "step_s": [round(second, 6) for second in result.step_s],
+  }
+  return [
+    _prediction(loaded, runner, example, tokens, stopped) | timing
+    for example, tokens, stopped in zip(batch, result.tokens, result.stopped, strict=False)
+  ]
+
+
+def _prediction(
+  loaded: Loaded, runner: Runner, example: Example, tokens: list[int], stopped: bool
+) -> Prediction:
+  assert loaded.tokenizer is not None
+  said = tokens[: example.new_tokens]
+  text = loaded.tokenizer.decode(said)
+  return case_of(runner) | {
+    "page_size": runner.prefill_config.page_size,
+    "task": example.task,
+    "id": example.id,
+    "pred": text,
+    "answers": list(example.references),
+    "all_classes": list(example.classes) or None,
+    "length": example.length,
+    "score": tasks.score(example.task, text, example.references, example.classes),
+    "stopped": stopped and len(tokens) < example.new_tokens,
+    "prompt_tokens": len(example.prompt_ids),
+    "output_tokens": len(said),
+  }
+
+
+def case_of(runner: Runner) -> dict[str, str | int | None]:
+  """What tells the runners of a run apart: policy, store, and the budget that was asked for."""
+  policy = runner.policy
+  return {
+    "policy": policy.name,
+    "store": runner.store.name,
+    "budget_tokens": policy.asked_tokens,
+  }
 
 
 def _generate(
   loaded: Loaded,
   runner: Runner,
-  prompt: Sequence[int],
-  new_tokens: int,
+  prompts: Sequence[Sequence[int]],
   recording: Recording | None,
   **options,
 ) -> Generation:
   params = loaded.params
   if recording is None:
-    return generate(runner, params, [prompt], max_new_tokens=new_tokens, **options)
-  prefilled = replay.replayed(runner, params, recording)
-  return decode(runner, params, *prefilled, max_new_tokens=new_tokens, **options)
+    return generate(runner, params, prompts, **options)
+  return decode(runner, params, *replay.replayed(runner, params, recording), **options)
 
 
 def observation_window(policy: Policy, make: Callable[..., Policy] | None = None) -> int | None:
@@ -111,50 +139,61 @@ def task_row(
   loaded: Loaded,
   runner: Runner,
   examples: Sequence[Example],
-  answers: Sequence[Answer],
-  compile_s: float,
+  predictions: Sequence[Prediction],
+  compile_s: float | None,
 ) -> results.Row:
   """The row of one task, but for what compares it with dense.
 
   Beside the fields of every row: `question_tokens`, the most tokens from the beginning of a
   question to the end of its prompt; `window_tokens`, see `observation_window`, and
-  `question_in_window`, whether all questions fit in it; `answers`, each with what was expected.
+  `question_in_window`, whether all questions fit in it.
+
+  Args:
+    loaded: the model.
+    runner: what answered.
+    examples: all of the task.
+    predictions: their answers under this runner, in any order.
+    compile_s: seconds of `compile_runner`, if they are known.
   """
-  tokens = [len(example.prompt_ids) for example in examples]
-  ttft_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
-  step_s = [second for answer in answers for second in answer.step_s]
   row = results.make_row(
     model=loaded.name,
-    policy=runner.policy.name,
-    store=runner.store.name,
-    budget_tokens=runner.policy.asked_tokens,
+    **case_of(runner),
     page_size=runner.prefill_config.page_size,
-    batch_size=1,
+    batch_size=runner.prefill_config.batch_size,
     device=results.device_kind(),
     task=examples[0].task,
-    metric=tasks.METRIC,
-    score=sum(answer.score for answer in answers) / len(answers),
-    num_examples=len(answers),
-    limit_hits=sum(not answer.stopped for answer in answers),
-    prompt_tokens=max(tokens),
+    metric=tasks.metric(examples[0].task),
+    score=sum(one["score"] for one in predictions) / len(predictions),
+    num_examples=len(predictions),
+    limit_hits=sum(not one["stopped"] for one in predictions),
+    prompt_tokens=max(len(example.prompt_ids) for example in examples),
     output_tokens=max(example.new_tokens for example in examples),
     compile_s=compile_s,
     simulated=False,
-    **(_prefill_speed(tokens, ttft_s) if ttft_s else {}),
+    **speeds(predictions),
     **results.byte_fields(runner),
-    **(_decode_speed(step_s) if step_s else {}),  # every answer may end with its first token
   )
-  return row | _question_fields(runner, examples) | {"answers": _shown(examples, answers)}
+  return row | _question_fields(runner, examples)
 
 
-def _prefill_speed(tokens: Sequence[int], ttft_s: Sequence[float]) -> results.Row:
-  speed = {"prefill_tokens_per_s": sum(tokens) / sum(ttft_s)}
-  return speed | results.percentiles("ttft_s", ttft_s)
+def speeds(predictions: Sequence[Prediction]) -> results.Row:
+  """The fields of time of a row. Times of a batch count once, and repeated rows are no work.
 
-
-def _decode_speed(step_s: Sequence[float]) -> results.Row:
-  speed = {"decode_tokens_per_s": len(step_s) / sum(step_s)}
-  return speed | results.percentiles("tpot_s", step_s)
+  The first token of an answer belongs to the prefill. A stop token is made by a step like others.
+  """
+  batches = {one["batch"]: one for one in predictions}.values()
+  ttft_s = [one["ttft_s"] for one in predictions if one["ttft_s"] is not None]
+  step_s = [second for one in batches for second in one["step_s"]]
+  fields = {}
+  if ttft_s:
+    prefill_s = sum(one["ttft_s"] for one in batches)
+    prompt_tokens = sum(one["prompt_tokens"] for one in predictions)
+    fields |= {"prefill_tokens_per_s": prompt_tokens / prefill_s}
+    fields |= results.percentiles("ttft_s", ttft_s)
+  if step_s:  # every answer may end with its first token
+    made = sum(one["output_tokens"] + one["stopped"] - 1 for one in predictions)
+    fields |= {"decode_tokens_per_s": made / sum(step_s)} | results.percentiles("tpot_s", step_s)
+  return fields
 
 
 def _question_fields(runner: Runner, examples: Sequence[Example]) -> results.Row:
@@ -165,10 +204,3 @@ def _question_fields(runner: Runner, examples: Sequence[Example]) -> results.Row
     "window_tokens": window,
     "question_in_window": None if window is None else longest <= window,
   }
-
-
-def _shown(examples: Sequence[Example], answers: Sequence[Answer]) -> list[results.Row]:
-  return [
-    {"expected": example.references, "given": answer.text.strip(), "score": answer.score}
-    for example, answer in zip(examples, answers, strict=True)
-  ]

@@ -1,4 +1,4 @@
-"""A prompt that is prefilled once and decoded under any number of policies.
+"""Prompts that are prefilled once and decoded under any number of policies.
 
 Prefill is dense under every policy, so that all of them are given the same queries, keys and values
 in it. `record` runs it once and notes what each layer projects; `replayed` gives a runner's policy
@@ -39,39 +39,39 @@ class Projected(NamedTuple):
 
 
 class Recording(NamedTuple):
-  """One prompt.
+  """The prompts of a batch.
 
   Attributes:
-    prompt: its tokens.
-    last: f[1, E], the hidden state of the last of them.
+    prompts: the tokens of each row.
+    last: f[B, E], the hidden state of the last of them.
     layers: what each of the L layers made.
   """
 
-  prompt: Sequence[int]
+  prompts: Sequence[Sequence[int]]
   last: jax.Array
   layers: tuple[Projected, ...]
 
 
 def recorder(model: Model, cache_config: CacheConfig) -> Runner:
-  """A dense runner of batch size 1 for `record`, which notes in the dtype of the cache."""
+  """A dense runner for `record`, which notes in the dtype of the cache."""
   return prepare(_recording(model), _notes(), "resident", cache_config)
 
 
 def record(
   runner: Runner,
   params: Params,
-  prompt: Sequence[int],
+  prompts: Sequence[Sequence[int]],
   progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> Recording:
   """Prefills with a `recorder`; progress as in `generate`."""
-  last, cache = prefill(runner, params, [prompt], progress)
-  return Recording(prompt, last, cache.policy_state)
+  last, cache = prefill(runner, params, prompts, progress)
+  return Recording(prompts, last, cache.policy_state)
 
 
 def replayed(runner: Runner, params: Params, recording: Recording) -> tuple[jax.Array, KVCache]:
-  """What `prefill(runner, params, [prompt])` gives."""
+  """What `prefill(runner, params, recording.prompts)` gives."""
   source = runner._replace(model=_replaying(runner.model, attended=False))
-  return recording.last, prefill(source, (params, recording.layers), [recording.prompt])[1]
+  return recording.last, prefill(source, (params, recording.layers), recording.prompts)[1]
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)

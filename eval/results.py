@@ -1,4 +1,7 @@
-"""A run folder: manifest.json says what ran, results.jsonl has one row per combination."""
+"""A run folder: manifest.json says what ran, results.jsonl has one row per combination.
+
+Commands that ask a model keep every answer too, in predictions.jsonl (`eval.predictions`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from models import Loaded
 
 Row = dict[str, Any]
 
-RESULTS, MANIFEST = "results.jsonl", "manifest.json"
+RESULTS, MANIFEST, PREDICTIONS = "results.jsonl", "manifest.json", "predictions.jsonl"
 # Seconds and bytes; the percentiles of a quantity are fields of their own. device_kv_bytes are the
 # keys and values that stay on the device while decoding, peak_kv_bytes the most at any time, and
 # metadata_bytes what lies beside them: page tables, page bounds, lengths.
@@ -122,7 +125,7 @@ def check_new_run(out_dir: Path) -> None:
   if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
     kind = "cannot be written to" if place.is_dir() else "is not a folder"
     raise ValueError(f"{out_dir} cannot be made: {place} {kind}; choose another --out_dir")
-  for name in (RESULTS, MANIFEST):
+  for name in (RESULTS, MANIFEST, PREDICTIONS):
     if (out_dir / name).exists():
       raise ValueError(f"{out_dir} already holds {name}; choose another --out_dir")
 
@@ -139,10 +142,12 @@ def start_run(out_dir: Path, manifest: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def run_folder(out_dir: Path, manifest: Mapping[str, Any]) -> Generator[None]:
-  """`start_run`, taken back when what follows is cut short before its first row.
+def run_folder(
+  out_dir: Path, manifest: Mapping[str, Any], *, keep: bool = False
+) -> Generator[None]:
+  """`start_run`, taken back when what follows is cut short before its first row or prediction.
 
-  Rows that are already on the disk stay there: each is whole.
+  What is already on the disk stays there: each line is whole. With `keep` all of it stays.
   """
   parents = (out_dir, *out_dir.parents)
   made = [path for path in parents if not path.exists()]
@@ -150,10 +155,11 @@ def run_folder(out_dir: Path, manifest: Mapping[str, Any]) -> Generator[None]:
   try:
     yield
   except BaseException:
-    rows = out_dir / RESULTS
+    files = [out_dir / RESULTS, *out_dir.glob("predictions*.jsonl")]
     with contextlib.suppress(OSError):
-      if not rows.exists() or not rows.stat().st_size:
-        rows.unlink(missing_ok=True)
+      if not keep and not any(file.exists() and file.stat().st_size for file in files):
+        for file in files:
+          file.unlink(missing_ok=True)
         (out_dir / MANIFEST).unlink()
         for path in made:
           path.rmdir()
@@ -162,16 +168,46 @@ def run_folder(out_dir: Path, manifest: Mapping[str, Any]) -> Generator[None]:
 
 def append_row(out_dir: Path, row: Mapping[str, Any]) -> None:
   """Adds one line to results.jsonl: on the disk when this returns, not at all when it raises."""
-  rest = (json.dumps(row, allow_nan=False) + "\n").encode()
-  with (out_dir / RESULTS).open("ab", buffering=0) as file:
+  append_lines(out_dir / RESULTS, [row])
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+  """Adds lines to a file: on the disk when this returns, none of them when it raises."""
+  rest = _lines(rows).encode()
+  with path.open("ab", buffering=0) as file:
     before = file.tell()
     try:
       while rest:
         rest = rest[file.write(rest) :]
       os.fsync(file.fileno())
-    except OSError:
+    except BaseException:
       file.truncate(before)
       raise
+
+
+def write_rows(out_dir: Path, rows: Iterable[Row]) -> None:
+  """Makes results.jsonl hold these rows, whole or not at all."""
+  write_atomically(out_dir / RESULTS, _lines(rows))
+
+
+def read_rows(out_dir: Path) -> list[Row]:
+  """The rows of results.jsonl; none where there is no such file.
+
+  Raises:
+    ValueError: a line is no row.
+  """
+  path = out_dir / RESULTS
+  lines = path.read_bytes().splitlines() if path.exists() else []
+  rows = []
+  for number, line in enumerate(lines, 1):
+    try:
+      row = json.loads(line)
+    except ValueError:
+      row = None
+    if not isinstance(row, dict) or not set(ROW_FIELDS) <= set(row):
+      raise ValueError(f"{path}, line {number}: expected a row of results as one JSON object")
+    rows.append(row)
+  return rows
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -274,6 +310,10 @@ def human_bytes(value: float) -> str:
 def human_seconds(value: float) -> str:
   """Seconds, in ms under one second."""
   return f"{value:,.1f} s" if value >= 1 else f"{value * 1e3:,.1f} ms"
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+  return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
 
 
 def _plain(name: str, value: Any) -> Any:

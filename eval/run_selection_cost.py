@@ -84,7 +84,7 @@ def main(args: flags.FlagValues) -> None:
   )
   data = {} if text is None else {str(args.text_file): hashlib.sha256(text.encode()).hexdigest()}
   with run_folder(out_dir, make_manifest(cli.flag_values(), loaded, data)):
-    recording = replay.record(recorder, loaded.params, tokens)
+    recording = replay.record(recorder, loaded.params, [tokens])
     rows = measure(runners, loaded.params, recording, new_tokens)
     rows = [row | {"model": loaded.name} for row in rows]
     for row in rows:
@@ -96,12 +96,12 @@ def measure(
   runners: Sequence[Runner], params: Params, recording: Recording, new_tokens: int
 ) -> list[Row]:
   """Result rows; the last new_tokens tokens of the recording are decoded, some of them untimed."""
-  prompt = recording.prompt[: len(recording.prompt) - new_tokens]
+  prompt = recording.prompts[0][:-new_tokens]
   seconds = np.zeros((2, len(runners), new_tokens))  # select, attend
   for attended in (False, True):
     caches = []
     for runner in tqdm(runners, desc="replay", leave=False):
-      caches.append(replay.replayed(runner, params, recording._replace(prompt=prompt))[1])
+      caches.append(replay.replayed(runner, params, recording._replace(prompts=[prompt]))[1])
     for step in tqdm(range(new_tokens), desc="attend" if attended else "select", leave=False):
       for place, runner in enumerate(runners):
         begin = time.perf_counter()

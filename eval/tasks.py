@@ -14,25 +14,35 @@ from eval import needle, recall, ruler
 from models import Tokenizer
 
 TASKS = (*ruler.TASKS, *recall.TASKS)
-METRIC = needle.METRIC
 
 
 class Example(NamedTuple):
   """One question.
 
   Attributes:
-    task: one of `TASKS`.
+    task: a name that no other suite has; `score` knows it.
+    id: unique within the task, and the same each time the task is made: a run that is gone on with
+      knows by it what was answered.
     prompt_ids: the whole prompt, up to where the answer follows.
-    references: what the answer must hold.
+    references: what the answer must hold, or answers that would be right.
     new_tokens: most tokens of an answer.
     question_tokens: tokens from the beginning of the question to the end of the prompt.
+    classes: all answers to choose from, for tasks that classify.
+    stop_ids: tokens that end an answer beside those of the tokenizer; the same in a whole task.
+    length: the data's own measure of the prompt, where it has one.
+    chat: the prompt went through the model's chat template.
   """
 
   task: str
+  id: str
   prompt_ids: list[int]
   references: tuple[str, ...]
   new_tokens: int
   question_tokens: int
+  classes: tuple[str, ...] = ()
+  stop_ids: tuple[int, ...] = ()
+  length: int | None = None
+  chat: bool = False
 
 
 def make_examples(
@@ -68,9 +78,10 @@ def make_examples(
       rng = random.Random(f"{name} {seed} {index}")
       depth = (index + 0.5) / num_samples
       if name in recall.TASKS:
-        examples.append(_recall(name, tokenizer, book, tokens, rng, depth))
+        example = _recall(name, tokenizer, book, tokens, rng, depth)
       else:
-        examples.append(_ruler(name, tokenizer, sentences, tokens, rng, depth))
+        example = _ruler(name, tokenizer, sentences, tokens, rng, depth)
+      examples.append(example._replace(id=str(index)))
   return examples
 
 
@@ -81,9 +92,36 @@ def check_names(names: Sequence[str]) -> None:
       raise ValueError(f"unknown task {name!r}, expected some of {', '.join(TASKS)}")
 
 
-def score(references: Sequence[str], output: str) -> float:
-  """RULER's string_match_all: share of the references that the output holds, in either case."""
-  return sum(needle.found(one, output) for one in references) / len(references)
+def score(
+  task: str, prediction: str, references: Sequence[str], classes: Sequence[str] = ()
+) -> float:
+  """How right an answer is, 0 to 1, by the metric of its task.
+
+  The tasks of this module have RULER's string_match_all: share of the references that the answer
+  holds, in either case.
+
+  Args:
+    task: name of a task of any suite.
+    prediction: the answer.
+    references: see `Example`.
+    classes: see `Example`.
+
+  Raises:
+    ValueError: no such task.
+  """
+  del classes  # no task of these has any
+  check_names([task])
+  return sum(needle.found(one, prediction) for one in references) / len(references)
+
+
+def metric(task: str) -> str:
+  """Name of what `score` computes for a task.
+
+  Raises:
+    ValueError: no such task.
+  """
+  check_names([task])
+  return needle.METRIC
 
 
 def _ruler(
@@ -103,7 +141,8 @@ def _ruler(
   ids = needle.longest_prompt(tokenizer, prompt, problem.largest, tokens)
   tail = tokenizer.decode(ids, skip_special=False).rpartition(problem.question)[2]
   question = _length(tokenizer, problem.question + tail)
-  return Example(name, ids, problem.references, problem.new_tokens, question)
+  chat = tokenizer.chat_template is not None
+  return Example(name, "", ids, problem.references, problem.new_tokens, question, chat=chat)
 
 
 def _recall(
@@ -114,6 +153,7 @@ def _recall(
   ids = tokenizer.encode(built.prompt)
   return Example(
     name,
+    "",
     ids,
     tuple(built.answer.split(">")),
     new_tokens=_length(tokenizer, built.answer),

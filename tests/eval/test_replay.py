@@ -22,7 +22,7 @@ def setup():
   (prompt,) = matrix.tokens_of([PROMPT_TOKENS])
   config = CacheConfig(1, PROMPT_TOKENS + NEW_TOKENS, matrix.PAGE)
   recorder = replay.recorder(model, config)
-  return model, params, config, replay.record(recorder, params, prompt)
+  return model, params, config, replay.record(recorder, params, [prompt])
 
 
 # Dense and paged layers, keys that are not turned, watched layers, queries of prefill, settling.
@@ -31,7 +31,7 @@ def test_as_the_runners_own_prefill(setup, name):
   model, params, config, recording = setup
   policy = make_policy(name, **matrix.SETTINGS[name]["harsh"])
   runner = prepare(model, policy, policy.stores[0], config, chunk_tokens=64)
-  own = prefill(runner, params, [recording.prompt])
+  own = prefill(runner, params, recording.prompts)
   again = replay.replayed(runner, params, recording)
   for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(again), strict=True):
     np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
@@ -42,9 +42,9 @@ def test_as_the_runners_own_prefill(setup, name):
 def test_a_step_without_the_model_selects_as_the_models_own(setup):
   model, params, config, recording = setup
   runner = prepare(model, make_policy("quest", budget_tokens=32), "resident", config)
-  short = recording._replace(prompt=recording.prompt[:-1])
+  short = recording._replace(prompts=[recording.prompts[0][:-1]])
   _, cache = replay.replayed(runner, params, short)
-  own = selected_pages(runner, params, cache, recording.prompt[-1:])
+  own = selected_pages(runner, params, cache, recording.prompts[0][-1:])
   for attended in (False, True):
     _, cache = replay.replayed(runner, params, short)
     chosen, total, cache = replay.replayed_step(runner, attended, params, recording.layers, cache)

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from eval import harness, run_needle, tasks
-from kvjax import CacheConfig, make_policy, prepare
+from eval import harness, loop, predictions, run_needle, tasks
+from kvjax import make_policy
 from kvjax.types import Policy
-from models import load
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
 
@@ -62,6 +61,17 @@ def _rows(folder):
   return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+def _answers(folder):
+  """Key -> prediction, each of them once."""
+  found = predictions.read(folder / "predictions.jsonl")
+  assert len(found) == len((folder / "predictions.jsonl").read_text().splitlines())
+  return {predictions.key_of(one): one for one in found}
+
+
+def _of_row(row, answers):
+  return [one for one in answers.values() if loop.row_key(one) == loop.row_key(row)]
+
+
 @pytest.fixture(scope="module")
 def finished(inputs, tmp_path_factory):
   folder = tmp_path_factory.mktemp("run")
@@ -73,7 +83,7 @@ def finished(inputs, tmp_path_factory):
 def test_the_run_folder(finished):
   pictures = ["accuracy_bytes.png", "accuracy_speed.png", "deltas.png"]
   names = sorted(path.name for path in finished[1].iterdir())
-  assert names == [*pictures, "manifest.json", "results.jsonl"]
+  assert names == [*pictures, "manifest.json", "predictions.jsonl", "results.jsonl"]
   manifest = json.loads((finished[1] / "manifest.json").read_text())
   assert manifest["flags"]["num_samples"] == 2 and list(manifest["data"]) == ["book.txt"]
 
@@ -84,14 +94,16 @@ def test_a_row_for_each_combination_dense_first(finished):
 
 
 def test_the_fields_of_a_row(finished):
-  rows = _rows(finished[1])
+  rows, predicted = _rows(finished[1]), _answers(finished[1])
   dense = {row["task"]: row for row in rows if row["policy"] == "dense"}
   for row in rows:
-    answers, baseline = row["answers"], dense[row["task"]]
+    answers, baseline = _of_row(row, predicted), dense[row["task"]]
     assert row["num_examples"] == 2 == len(answers) and row["metric"] == "string_match_all"
     assert row["score"] == sum(answer["score"] for answer in answers) / 2
     for answer in answers:
-      assert answer["score"] == tasks.score(answer["expected"], answer["given"])
+      assert answer["score"] == tasks.score(row["task"], answer["pred"], answer["answers"])
+    steps = [second for answer in answers for second in answer["step_s"]]
+    assert row["decode_tokens_per_s"] == len(steps) / sum(steps)
     assert row["dense_score"] == baseline["score"]
     if baseline["score"]:
       assert row["retention"] == row["score"] / baseline["score"]
@@ -99,6 +111,7 @@ def test_the_fields_of_a_row(finished):
     assert 1400 < row["prompt_tokens"] <= 1600 and row["ttft_s_p50"] > 0
     assert row["simulated"] is False and row["batch_size"] == 1
     assert 0 < row["question_tokens"] < 400 and row["window_tokens"] is None
+    assert "answers" not in row
   assert rows[-1]["device_kv_bytes"] < rows[0]["device_kv_bytes"] <= rows[-1]["peak_kv_bytes"]
 
 
@@ -106,18 +119,22 @@ def test_shared_prefill_gives_the_same_answers(inputs, finished, tmp_path):
   flags = ("--policies=quest,streaming,dense", "--share_prefill", "--out_dir=out")
   done = _run(*inputs, *flags, folder=tmp_path)
   assert done.returncode == 0, done.stderr
-  rows = _rows(tmp_path / "out")
-  for row, own in zip(rows, _rows(finished[1]), strict=True):
-    assert row["answers"] == own["answers"]
+  shared, own = _answers(tmp_path / "out"), _answers(finished[1])
+  assert {key: one["pred"] for key, one in shared.items()} == {
+    key: one["pred"] for key, one in own.items()
+  }
+  for row, alone in zip(_rows(tmp_path / "out"), _rows(finished[1]), strict=True):
+    assert row["score"] == alone["score"]
     assert row["ttft_s_p50"] is None is row["prefill_tokens_per_s"]
-    assert row["tpot_s_p50"] > 0 and row["device_kv_bytes"] == own["device_kv_bytes"]
+    assert row["tpot_s_p50"] > 0 and row["device_kv_bytes"] == alone["device_kv_bytes"]
 
 
 def test_every_policy_was_asked_the_same(finished):
   asked = {}
-  for row in _rows(finished[1]):
-    expected = [answer["expected"] for answer in row["answers"]]
-    assert asked.setdefault(row["task"], expected) == expected
+  for answer in _answers(finished[1]).values():
+    expected = asked.setdefault((answer["task"], answer["id"]), answer["answers"])
+    assert answer["answers"] == expected
+  assert len(asked) == 6
 
 
 def test_what_is_printed(finished):
@@ -128,33 +145,6 @@ def test_what_is_printed(finished):
   assert all(task.replace("_", " ") in header for task in TASKS)
   assert "quest@128" in report and "vs dense" in report and "deltas.png are in out" in report
   assert "Traceback" not in finished[0].stderr
-
-
-def _row(policy, task, score, **fields):
-  costs = {"tpot_s_p50": 0.1, "device_kv_bytes": 100, "metadata_bytes": 1, "window_tokens": None}
-  row = {"policy": policy, "store": "resident", "task": task, "score": score} | costs
-  relative = {"dense_score": None, "retention": None, "speedup_vs_dense": None}
-  budget = None if policy == "dense" else 64
-  return row | relative | {"budget_tokens": budget, "question_in_window": None} | fields
-
-
-def test_differences_to_dense_task_by_task():
-  rows = [_row("dense", "a", 1.0), _row("dense", "b", 0.5, tpot_s_p50=0.3)]
-  for row in (_row("quest", "a", 0.25, tpot_s_p50=0.05), _row("quest", "b", 0.75)):
-    rows.append(run_needle.compare(row, rows))
-  assert rows[2]["retention"] == 0.25 and rows[2]["speedup_vs_dense"] == 2.0
-  assert rows[3]["dense_score"] == 0.5 and rows[3]["retention"] == 1.5
-  assert "0.25 (-0.75)" in run_needle.report(rows) and "0.75 (+0.25)" in run_needle.report(rows)
-  dense, quest = run_needle.means(rows)
-  assert dense["score"] == 0.75 and quest["score"] == 0.5
-  assert quest["retention"] == pytest.approx(2 / 3)
-  assert quest["tpot_s_p50"] == pytest.approx(0.075) and dense["tpot_s_p50"] == pytest.approx(0.2)
-
-
-def test_without_dense_nothing_is_compared():
-  row = run_needle.compare(_row("quest", "a", 0.25), [])
-  assert row["dense_score"] is None
-  assert "0.25" in run_needle.report([row]) and "(" not in run_needle.report([row])
 
 
 def test_options_tell_policies_apart(inputs, tmp_path):
@@ -171,16 +161,6 @@ def test_options_tell_policies_apart(inputs, tmp_path):
   assert "quest:score=mean:candidates=4@128" in done.stdout
 
 
-def test_an_answer_that_ends_at_once_has_no_speed(inputs):
-  loaded = load(inputs[0].removeprefix("--model="))
-  example = tasks.Example("lookup", [5] * 40, ("1",), 4, 9)
-  runner = prepare(loaded.model, make_policy("dense"), "resident", CacheConfig(1, 64, 16))
-  row = harness.task_row(loaded, runner, [example], [harness.Answer("", 0.0, True, 1.0, [])], 1.0)
-  assert row["tpot_s_p50"] is None and row["decode_tokens_per_s"] is None
-  assert run_needle.compare(row, [])["speedup_vs_dense"] is None
-  assert "-" in run_needle.report([run_needle.compare(row, [])])
-
-
 def test_whether_the_question_was_in_the_window():
   def chooses(budget_tokens=64, page_size=16, *, window=32):
     return Policy("chooses", 64, ("compact",), *[lambda: None] * 3, keep=lambda: None)
@@ -191,11 +171,6 @@ def test_whether_the_question_was_in_the_window():
   for spec, window in (("snapkv", 32), ("snapkv:pool=max", 32), ("snapkv:window=16", 16)):
     assert harness.observation_window(make_policy(spec)) == window
   assert harness.observation_window(make_policy("omnikv:window=8")) is None  # it drops nothing
-  rows = [
-    _row("snapkv", task, 1.0, window_tokens=32, question_in_window=inside)
-    for task, inside in (("a", True), ("b", False), ("c", True))
-  ]
-  assert "2 of 3 tasks (last 32 tokens)" in run_needle.report(rows)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +195,18 @@ def test_whether_the_question_was_in_the_window():
     (["--model=nonsense"], "unknown model 'nonsense'"),
     (["--model=random:smollm2-135m"], "has no tokenizer"),
     (["--out_dir=taken"], "taken already holds results.jsonl"),
+    (["--out_dir=begun"], "begun holds another run: --tasks was 'lookup' there and is None now"),
+    (["--out_dir=broken"], "manifest.json is no manifest"),
+    (["--process_id=1"], "--process_id=1 is not one of 0 to 0"),
   ],
 )
 def test_bad_input(inputs, tmp_path, monkeypatch, arguments, complaint):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "taken").mkdir()
   (tmp_path / "taken/results.jsonl").touch()
+  for name, manifest in (("begun", '{"flags": {"tasks": "lookup"}}'), ("broken", '{"flags"')):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "manifest.json").write_text(manifest, encoding="utf-8")
   before = sorted(tmp_path.rglob("*"))
   with pytest.raises(ValueError, match=complaint) as caught:
     run_needle.main(_flags([*inputs, "--out_dir=out", *arguments]))
@@ -238,6 +219,8 @@ class _Flags:
 
   policies, stores = ("dense", "quest", "streaming"), ()
   page_size, seed = 16, 0
+  batch_size, limit, share_prefill = 1, None, False
+  num_processes, process_id, coordinator_address = 1, 0, None
 
   def __init__(self, **values):
     self.__dict__.update(values)
@@ -245,18 +228,19 @@ class _Flags:
 
 def _flags(arguments):
   values = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
-  values |= {name: int(values[name]) for name in ("prompt_tokens", "num_samples")}
+  ints = {"prompt_tokens", "num_samples", "process_id"} & set(values)
+  values |= {name: int(values[name]) for name in ints}
   lists = {"policies", "stores", "budget_tokens", "tasks"} & set(values)
   return _Flags(
     **values | {name: values[name].split(",") if values[name] else [] for name in lists}
   )
 
 
-def test_an_interrupt_leaves_what_is_finished(inputs, tmp_path):
-  command = _command(*inputs, "--policies=dense,quest", "--out_dir=out")
+def test_an_interrupted_run_goes_on(inputs, finished, tmp_path):
+  flags = (*inputs, "--policies=quest,streaming,dense", "--out_dir=out")
   rows = tmp_path / "out" / "results.jsonl"
   with subprocess.Popen(
-    command,
+    _command(*flags),
     stdout=subprocess.DEVNULL,
     stderr=subprocess.PIPE,
     text=True,
@@ -271,5 +255,18 @@ def test_an_interrupt_leaves_what_is_finished(inputs, tmp_path):
     rest = process.stderr.read()
   assert process.returncode == 130
   assert rest.endswith("stopped: interrupted\n") and "Traceback" not in rest
-  finished = [json.loads(line) for line in rows.read_text().splitlines()]
-  assert [row["policy"] for row in finished if row["task"] == TASKS[0]] == ["dense", *["quest"] * 2]
+  before = [json.loads(line) for line in rows.read_text().splitlines()]
+  assert [(row["policy"], row["task"]) for row in before] == [(c[0], TASKS[0]) for c in CASES]
+  answered = predictions.read(tmp_path / "out" / "predictions.jsonl")
+  assert 10 <= len(answered) < 30
+  done = _run(*flags, folder=tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert f"{len(answered)} are answered already" in done.stdout
+  again, own = _answers(tmp_path / "out"), _answers(finished[1])
+  assert list(again.values())[: len(answered)] == answered
+  assert {key: one["pred"] for key, one in again.items()} == {
+    key: one["pred"] for key, one in own.items()
+  }
+  after = _rows(tmp_path / "out")
+  assert after[: len(before)] == before
+  assert [row["score"] for row in after] == [row["score"] for row in _rows(finished[1])]

@@ -1,0 +1,69 @@
+"""Whether a run may go on with what an earlier one left in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.results import MANIFEST, check_new_run, write_atomically
+
+# What may differ when a run is gone on with: where it lies, and who shares the work.
+_FREE_FLAGS = ("out_dir", "coordinator_address", "num_processes", "process_id")
+
+
+def earlier_run(out_dir: Path) -> dict[str, Any] | None:
+  """The manifest of a run that the folder holds; None for a new folder.
+
+  Raises:
+    ValueError: see `check_new_run`, or a manifest that cannot be read.
+  """
+  path = out_dir / MANIFEST
+  if not path.exists():
+    check_new_run(out_dir)
+    return None
+  try:
+    manifest = json.loads(path.read_bytes())
+    return {name: manifest[name] for name in manifest}  # fails for what is no object
+  except (ValueError, TypeError, KeyError) as error:
+    raise ValueError(f"{path} is no manifest ({error}); choose another --out_dir") from error
+
+
+def check_same_run(out_dir: Path, earlier: Mapping[str, Any], **now: Any) -> None:
+  """Says whether a run can go on with what an earlier one left in its folder.
+
+  Args:
+    out_dir: the folder.
+    earlier: its manifest.
+    now: entries of the manifest that this run would write, those that are known: command, flags,
+      model, data. Flags that say where it runs may differ.
+
+  Raises:
+    ValueError: something else differs; it names the first difference.
+  """
+  for entry, value in json.loads(json.dumps(now, default=str)).items():
+    before, after = ({entry: one} for one in (earlier.get(entry), value))
+    if isinstance(value, dict) and isinstance(before[entry], dict):
+      before, after = before[entry], value
+    for name in dict.fromkeys([*before, *after]):
+      if before.get(name) != after.get(name) and not (entry == "flags" and name in _FREE_FLAGS):
+        kinds = {"flags": f"--{name}", "model": f"the model's {name}", "data": f"the data {name}"}
+        raise ValueError(
+          f"{out_dir} holds another run: {kinds.get(entry, name)} was {before.get(name)!r} there "
+          f"and is {after.get(name)!r} now; choose another --out_dir, or ask for the same"
+        )
+
+
+def note_resumed(out_dir: Path, earlier: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+  """Adds to the manifest of an earlier run that it was gone on with, when, and what is new since.
+
+  Returns:
+    Names and values of what is not as it was: commit, versions, machine. Empty if all is.
+  """
+  kinds = ("commit", "versions", "device", "backend", "platform", "cpu", "cores")
+  changed = {name: manifest[name] for name in kinds if manifest[name] != earlier.get(name)}
+  resumed = [*earlier.get("resumed", ()), {"utc": manifest["utc"]} | changed]
+  content = json.dumps(dict(earlier) | {"resumed": resumed}, indent=2, default=str) + "\n"
+  write_atomically(out_dir / MANIFEST, content)
+  return ", ".join(f"{name} {value} (was {earlier.get(name)})" for name, value in changed.items())

@@ -1,0 +1,101 @@
+"""What result rows say together: differences to dense, means over tasks, tables, pictures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval import plots, results
+from eval.results import Row
+
+_COSTS = (
+  *("policy", "store", "budget_tokens", "score", "retention", "decode_tokens_per_s"),
+  *("speedup_vs_dense", "device_kv_bytes", "metadata_bytes", "limit_hits", "question_in_window"),
+)
+
+
+def compare(row: Row, rows: Sequence[Row]) -> Row:
+  """The row with what is relative to the row of dense of the same task, where there is one."""
+  before = (one for one in [*rows, row] if one["policy"] == "dense" and one["task"] == row["task"])
+  dense = next(before, None)
+  if dense is None:
+    return row
+  fast = row["tpot_s_p50"] and dense["tpot_s_p50"]
+  return row | {
+    "dense_score": dense["score"],
+    "retention": row["score"] / dense["score"] if dense["score"] else None,
+    "speedup_vs_dense": dense["tpot_s_p50"] / row["tpot_s_p50"] if fast else None,
+  }
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+  """One row for each policy, store and budget: its mean score, and its median speed, over tasks."""
+  summaries: list[Row] = []
+  for group in _by_case(rows).values():
+    summary = group[0] | {
+      "task": "mean",
+      "score": statistics.mean(row["score"] for row in group),
+      "tpot_s_p50": _median(group, "tpot_s_p50"),
+      "decode_tokens_per_s": _median(group, "decode_tokens_per_s"),
+      "num_examples": sum(row["num_examples"] for row in group),
+      "limit_hits": sum(row["limit_hits"] for row in group),
+      "question_in_window": _inside(group),
+    }
+    summaries.append(compare(summary, summaries))
+  return summaries
+
+
+def tables(rows: Sequence[Row]) -> str:
+  """Two tables: the score of each task with its difference to dense; means and costs."""
+  names = list(dict.fromkeys(row["task"] for row in rows))
+  scores = []
+  for group in _by_case(rows).values():
+    cells = {row["task"]: _score(row) for row in group}
+    scores.append({"policy": plots.label(group[0]), "store": group[0]["store"]} | cells)
+  costs = [
+    row | {"limit_hits": f"{row['limit_hits']} of {row['num_examples']}"} for row in means(rows)
+  ]
+  table = results.table(scores, ("policy", "store", *names))
+  return f"{table}\n\n{results.table(costs, _COSTS)}"
+
+
+def draw(rows: Sequence[Row], title: str, out_dir: Path) -> list[str]:
+  """Names of the pictures that were made."""
+  timed = [row for row in means(rows) if row["decode_tokens_per_s"]]
+  names = ["accuracy_bytes.png"]
+  plots.accuracy_against_bytes(means(rows), title, out_dir / names[0])
+  if timed:
+    names.append("accuracy_speed.png")
+    plots.accuracy_against_speed(timed, title, out_dir / names[-1])
+  if any(row["dense_score"] is not None for row in rows):
+    names.append("deltas.png")
+    plots.deltas(rows, title, out_dir / names[-1])
+  return names
+
+
+def _by_case(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
+  cases: dict[tuple, list[Row]] = {}
+  for row in rows:
+    cases.setdefault((row["policy"], row["store"], row["budget_tokens"]), []).append(row)
+  return cases
+
+
+def _median(group: Sequence[Row], name: str) -> float | None:
+  values = [row[name] for row in group if row[name]]
+  return statistics.median(values) if values else None
+
+
+def _score(row: Row) -> str:
+  """0.75 (-0.25): the score, and how far from dense it is."""
+  if row["dense_score"] is None or row["policy"] == "dense":
+    return f"{row['score']:.2f}"
+  return f"{row['score']:.2f} ({row['score'] - row['dense_score']:+.2f})"
+
+
+def _inside(group: Sequence[Row]) -> str | None:
+  """In how many tasks the policy's window held the question."""
+  if group[0]["window_tokens"] is None:
+    return None
+  inside = sum(row["question_in_window"] for row in group)
+  return f"{inside} of {len(group)} tasks (last {group[0]['window_tokens']} tokens)"
