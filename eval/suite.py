@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from eval import grid, jsonl, prompts
+from eval import grid, jsonl, prompts, tasks
 from eval.jsonl import Record
 from eval.tasks import Example
 from models import Loaded, Tokenizer
@@ -138,8 +138,18 @@ def make_examples(
     some = list(itertools.islice(made, limit))
     if not some:
       raise ValueError(f"{name} has no question that can be scored without a judge; leave it out")
+    _check_scores(some)
     found += some
   return found
+
+
+def _check_scores(examples: Sequence[Example]) -> None:
+  """Says now what would be said after the first answer: a package or an answer that is missing."""
+  for example in examples:
+    try:
+      tasks.score(example.task, "", example.references, example.classes)
+    except ValueError as error:
+      raise ValueError(f"{example.task}, question {example.id}: {error}") from error
 
 
 def _is_there(suite: Suite, folder: Path, name: str) -> bool:
