@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+Fields = Mapping[str, Any]  # name -> type: str, int, list[str], or several of them as int | None
 
 
-def read(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> list[Record]:
+def read(path: Path, fields: Fields) -> list[Record]:
   """All records of a UTF-8 file; blank lines are passed over.
 
   Args:
     path: the file.
-    fields: name -> type, or types, of what every record must have; it may have more.
+    fields: what every record must have; it may have more.
 
   Raises:
     ValueError: no such file, no record in it, or a line that is not UTF-8, not a whole JSON object,
@@ -36,7 +38,7 @@ def read(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> list[Reco
   return records
 
 
-def _record(line: bytes, place: str, fields: Mapping[str, type | tuple[type, ...]]) -> Record:
+def _record(line: bytes, place: str, fields: Fields) -> Record:
   try:
     record = json.loads(line.decode("utf-8"))
   except UnicodeDecodeError as error:
@@ -52,7 +54,20 @@ def _record(line: bytes, place: str, fields: Mapping[str, type | tuple[type, ...
   for name, kind in fields.items():
     if name not in record:
       raise ValueError(f"{place}: the record has no {name!r}, expected {', '.join(fields)}")
-    if not isinstance(record[name], kind):
-      wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-      raise ValueError(f"{place}: {name!r} is a {type(record[name]).__name__}, expected a {wanted}")
+    if not _fits(record[name], kind):
+      wanted = kind.__name__ if isinstance(kind, type) and kind != list[str] else kind
+      raise ValueError(f"{place}: {name!r} is {_short(record[name])}, expected {wanted}")
   return record
+
+
+def _fits(value: Any, kind: Any) -> bool:
+  if isinstance(kind, types.UnionType):
+    return any(_fits(value, one) for one in kind.__args__)
+  if kind == list[str]:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+  return isinstance(value, kind)
+
+
+def _short(value: Any) -> str:
+  text = json.dumps(value, ensure_ascii=False)
+  return text if len(text) <= 40 else f"{text[:40]}..."

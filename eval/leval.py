@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from eval import exam, metrics
 
-FIELDS = {"input": str, "instructions": list, "outputs": list, "evaluation": str}
+FIELDS = {"input": str, "instructions": list[str], "outputs": list[str], "evaluation": str}
 METRICS = ("exam", "f1", "rouge")  # of the field evaluation; others need a judge
 FOLDERS = (  # where TASK.jsonl may lie
   *("", "Closed-ended-tasks", "Open-ended-tasks", "closed", "open"),

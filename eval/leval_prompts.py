@@ -86,10 +86,10 @@ def _of_document(
   tokenizer: Tokenizer, name: str, index: str, record: Record, most: int
 ) -> Iterator[Example]:
   asked, expected, document = record["instructions"], record["outputs"], record["input"]
-  if len(asked) != len(expected) or not all(isinstance(one, str) for one in (*asked, *expected)):
+  if len(asked) != len(expected):
     raise ValueError(
-      f"{name}, record {index}: {len(asked)} instructions and {len(expected)} outputs, expected a "
-      "text and its answer for each"
+      f"{name}, record {index}: {len(asked)} instructions and {len(expected)} outputs, expected an "
+      "answer for each"
     )
   pairs = list(zip(asked, expected, strict=True))
   # All questions of a document get the same part of it: what the longest has room for.

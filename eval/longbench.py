@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import NamedTuple
 
 from eval import metrics
@@ -18,9 +17,9 @@ from eval import metrics
 FIELDS = {
   "input": str,
   "context": str,
-  "answers": list,
+  "answers": list[str],
   "length": int,
-  "all_classes": (list, NoneType),
+  "all_classes": list[str] | None,
 }
 BUCKETS = ("0-4k", "4-8k", "8k+")  # of LongBench-E, by the records' length in words
 

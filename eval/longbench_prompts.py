@@ -4,9 +4,10 @@ The protocol is that of pred.py of github.com/THUDM/LongBench, version 1 (commit
 `longbench_prompts.json` is its config/dataset2prompt.json, typos included, since they are part of
 the benchmark; it is under the MIT licence in `LICENSE.longbench_prompts`.
 
-Departure: where a prompt is too long, the official code decodes both halves, joins the texts and
+Departures: where a prompt is too long, the official code decodes both halves, joins the texts and
 encodes them again, within the chat template and beyond the length that was asked for. Here the ids
-are cut, and template and question together have that length.
+are cut, and template and question together have that length. Answers of samsum end at a line feed
+in both; the official code does not let one begin with it, while here such an answer is empty.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -102,9 +101,9 @@ def _read(suite: str, task: str | None, path: Path) -> list[Line]:
 
 
 def _own(suite: str, task: str | None, path: Path) -> list[Line]:
-  kinds = {"task": str, "policy": str, "store": str, "budget_tokens": (int, NoneType)}
-  kinds |= {"pred": str, "answers": list, "all_classes": (list, NoneType)}
-  kinds |= {"length": (int, NoneType)}
+  kinds = {"task": str, "policy": str, "store": str, "budget_tokens": int | None}
+  kinds |= {"pred": str, "answers": list[str], "all_classes": list[str] | None}
+  kinds |= {"length": int | None}
   records = jsonl.read(path, kinds)
   wanted = _SUITES[suite] if task is None else (task,)
   lines = [
@@ -125,9 +124,9 @@ def _own(suite: str, task: str | None, path: Path) -> list[Line]:
 
 
 def _official_longbench(task: str, path: Path) -> list[Line]:
-  kinds: dict[str, Any] = {"pred": str, "answers": list}
+  kinds: dict[str, Any] = {"pred": str, "answers": list[str]}
   if longbench.task_of(task).metric == "classification":
-    kinds["all_classes"] = list
+    kinds["all_classes"] = list[str]
   if task in longbench.TASKS_E:
     kinds["length"] = int
   return [

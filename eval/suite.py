@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import flags
 
@@ -36,7 +36,7 @@ class Suite(NamedTuple):
   tasks: Sequence[str]
   default: Sequence[str]
   find: Callable[[Path, str], Path]
-  fields: Mapping[str, Any]
+  fields: jsonl.Fields
   new_tokens: Callable[[str], int]
   examples: Callable[[Tokenizer, str, Sequence[Record], int], Iterator[Example]]
   fetch: Callable[[Sequence[str], Path], None]

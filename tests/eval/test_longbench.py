@@ -68,8 +68,10 @@ def test_records_are_read_as_they_are(tmp_path):
     ('{"input": "a", "con', "line 2 is not a whole JSON record .*cut off"),
     ("[1]", "line 2 is a JSON list"),
     ({"input": "a"}, "line 2: the record has no 'context', expected input, context"),
-    (RECORD | {"answers": "Zoë"}, "line 2: 'answers' is a str, expected a list"),
-    (RECORD | {"all_classes": 1}, "'all_classes' is a int, expected a list or NoneType"),
+    (RECORD | {"answers": "Zoë"}, "line 2: 'answers' is \"Zoë\", expected list"),
+    (RECORD | {"answers": ["a", 3]}, r"line 2: 'answers' is \[\"a\", 3\], expected list\[str\]"),
+    (RECORD | {"all_classes": 1}, r"'all_classes' is 1, expected list\[str\] \| None"),
+    (RECORD | {"length": "1"}, "'length' is \"1\", expected int"),
   ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, message):

@@ -59,7 +59,7 @@ def test_longbench_by_length(tmp_path):
 def test_longbench_classes(tmp_path):
   path = _write(tmp_path, [_longbench("a b", ["b"], all_classes=["a", "b"])])
   assert score.score("longbench", "trec", path)[0]["score"] == 50.0
-  with pytest.raises(ValueError, match="line 1: 'all_classes' is a NoneType, expected a list"):
+  with pytest.raises(ValueError, match="line 1: 'all_classes' is null, expected list"):
     score.score("longbench", "lsht", _write(tmp_path, [_longbench("a", ["a"])]))
 
 
