@@ -7,6 +7,7 @@ replays instead of prefilling; the time to the first token is not measured then.
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -163,7 +164,7 @@ def task_row(
     device=results.device_kind(),
     task=examples[0].task,
     metric=tasks.metric(examples[0].task),
-    score=sum(one["score"] for one in predictions) / len(predictions),
+    score=math.fsum(one["score"] for one in predictions) / len(predictions),  # in any order
     num_examples=len(predictions),
     limit_hits=sum(not one["stopped"] for one in predictions),
     prompt_tokens=max(len(example.prompt_ids) for example in examples),

@@ -35,10 +35,10 @@ def join(args: flags.FlagValues) -> None:
     raise ValueError(f"--process_id={process} is not one of 0 to {count - 1} (--num_processes)")
   if count == 1:
     return
-  if flags.FLAGS["out_dir"].using_default_value:
-    raise ValueError("--num_processes: several processes need the same --out_dir; give it")
   if not re.fullmatch(r"[^\s:]+:\d{1,5}", address or ""):
     raise ValueError(f"--coordinator_address={address}: expected HOST:PORT, where process 0 runs")
+  if args["out_dir"].using_default_value:
+    raise ValueError("--num_processes: several processes need the same --out_dir; give it")
   # Process 0 listens where it was told and nowhere else.
   bind = address if process == 0 else None
   jax.distributed.initialize(address, count, process, coordinator_bind_address=bind)

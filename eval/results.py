@@ -125,9 +125,9 @@ def check_new_run(out_dir: Path) -> None:
   if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
     kind = "cannot be written to" if place.is_dir() else "is not a folder"
     raise ValueError(f"{out_dir} cannot be made: {place} {kind}; choose another --out_dir")
-  for name in (RESULTS, MANIFEST, PREDICTIONS):
-    if (out_dir / name).exists():
-      raise ValueError(f"{out_dir} already holds {name}; choose another --out_dir")
+  for pattern in (RESULTS, MANIFEST, "predictions*.jsonl"):
+    for path in sorted(out_dir.glob(pattern)):
+      raise ValueError(f"{out_dir} already holds {path.name}; choose another --out_dir")
 
 
 def start_run(out_dir: Path, manifest: Mapping[str, Any]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eval import cli, grid, harness, loop, predictions, results, summary, tasks
+from eval import cli, grid, harness, loop, predictions, processes, results, summary, tasks
 from kvjax import Generation, make_policy
 from models import load
 from tests.models import tiny
@@ -141,23 +144,23 @@ class _Cut(BaseException):
 def ask(monkeypatch, path, tmp_path):
   """Runs the command with a model that says what it is asked to; returns what was asked."""
   monkeypatch.setattr(cli, "flag_values", lambda: {"tasks": ["lookup", "chain"], "out_dir": "x"})
-  asked = []
+  asked, of_thread = [], threading.local()
 
   def generate(runner, params, prompts, *, max_new_tokens, stop_ids=(), progress=None):
     if max_new_tokens > 3:  # not to compile
       asked.append((runner.policy.name, tuple(map(len, prompts))))
-      if len(asked) == generate.fails_at:
+      of_thread.left -= 1
+      if of_thread.left == 0:
         raise _Cut
     tokens = [[*prompt, *prompt][:max_new_tokens] for prompt in prompts]
     return Generation(tokens, [False] * len(prompts), 0.5, [0.25] * (max_new_tokens - 1), None)
 
-  generate.fails_at = 0
   monkeypatch.setattr(harness, "generate", generate)
   monkeypatch.setattr(summary, "draw", lambda rows, title, out_dir: [])
 
   def run(fails_at=0, examples=None, data="ab", **flags):
     asked.clear()
-    generate.fails_at = fails_at
+    of_thread.left = fails_at
     args = _Args(model=str(path), out_dir=str(tmp_path / "run"), **flags)
     grid.main(args, lambda loaded: (examples or _examples(), {"book": data}))
     return list(asked)
@@ -295,6 +298,53 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_answered(ask, tmp_path, mon
   kept = predictions.read_run(tmp_path / "run")
   assert len(kept) == sum(map(len, done))
   assert len(ask()) == 8 - 3
+
+
+def _together(ask, fails_at=0):
+  """Two processes, played by threads; what fails in one of them ends both, as it does for real."""
+  meetings = [threading.Barrier(2, timeout=60) for _ in range(3)]
+  turns = [iter(meetings), iter(meetings)]
+
+  def one(process):
+    try:
+      ask(fails_at if process else 0, num_processes=2, process_id=process)
+    except _Cut:
+      meetings[-1].abort()
+      return "cut"
+    except threading.BrokenBarrierError:
+      return "alone"
+    return "done"
+
+  with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as threads:
+    patch.setattr(processes, "join", lambda args: None)
+    patch.setattr(processes, "wait", lambda name, args: next(turns[args.process_id]).wait())
+    return list(threads.map(one, range(2)))
+
+
+def test_processes_share_a_run_and_go_on_with_it(ask, tmp_path, capsys):
+  ask()
+  expected = [_key(line) for line in _run_files(tmp_path / "run")[0]]
+  for cut in (0, 1, 2, 4):
+    shutil.rmtree(tmp_path / "run")
+    if cut:
+      assert _together(ask, cut) == ["alone", "cut"]
+      names = {file.name for file in (tmp_path / "run").iterdir()}
+      assert {"manifest.json", "predictions-0.jsonl"} <= names and "results.jsonl" not in names
+    capsys.readouterr()
+    assert _together(ask) == ["done", "done"]
+    assert capsys.readouterr().out.count("predictions.jsonl, manifest.json are in") == 1
+    lines, rows = _run_files(tmp_path / "run")
+    assert [_key(line) for line in lines] == expected and len(rows) == 4
+    assert not list((tmp_path / "run").glob("predictions-*"))
+
+
+def test_one_process_ends_what_two_began(ask, tmp_path):
+  assert _together(ask, 3) == ["alone", "cut"]
+  kept = len(predictions.read_run(tmp_path / "run"))
+  assert 0 < kept < 14
+  ask()
+  assert [file.name for file in (tmp_path / "run").glob("predictions*")] == ["predictions.jsonl"]
+  assert len(predictions.read_run(tmp_path / "run")) == 14
 
 
 @pytest.mark.parametrize(

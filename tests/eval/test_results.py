@@ -72,7 +72,10 @@ def test_a_row_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
   assert (tmp_path / "results.jsonl").read_text() == '{"a": 1}\n{"a": 3}\n'
 
 
-@pytest.mark.parametrize("name", ["results.jsonl", "manifest.json"])
+RUN_FILES = ["results.jsonl", "manifest.json", "predictions.jsonl", "predictions-1.jsonl"]
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_a_run_is_never_overwritten(tmp_path, name):
   (tmp_path / name).write_text("old")
   with pytest.raises(ValueError, match=f"already holds {name}; choose another --out_dir"):
@@ -102,6 +105,26 @@ def test_a_run_without_a_row_leaves_nothing(tmp_path):
     results.append_row(out_dir, {"a": 1})
     raise KeyboardInterrupt
   assert sorted(path.name for path in out_dir.iterdir()) == ["manifest.json", "results.jsonl"]
+
+
+def test_a_run_with_a_prediction_stays(tmp_path):
+  out_dir = tmp_path / "a"
+  with pytest.raises(KeyboardInterrupt), results.run_folder(out_dir, {}):
+    results.append_lines(out_dir / "predictions-1.jsonl", [{"a": 1}])
+    raise KeyboardInterrupt
+  assert sorted(path.name for path in out_dir.iterdir()) == ["manifest.json", "predictions-1.jsonl"]
+
+
+def test_rows_are_replaced_whole_and_read(tmp_path):
+  assert results.read_rows(tmp_path) == []
+  rows = [results.make_row(policy=policy) | {"more": 1} for policy in ("dense", "quest")]
+  results.write_rows(tmp_path, rows[:1])
+  results.write_rows(tmp_path, rows)
+  assert results.read_rows(tmp_path) == rows
+  for line in ("{", "[]", '{"policy": "dense"}'):
+    (tmp_path / "results.jsonl").write_text(json.dumps(rows[0]) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"results\.jsonl, line 2: expected a row"):
+      results.read_rows(tmp_path)
 
 
 def test_writing_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -187,9 +187,13 @@ def test_tasks_of_the_small_models(plain_words, name):
 
 
 def test_score():
-  assert tasks.score(("AB12", "cd"), "it is ab12.") == 0.5
-  assert tasks.score(("AB12", "cd"), "CDab12") == 1.0
-  assert tasks.score(("4711",), "4 711") == 0.0
+  assert tasks.score("niah_single", "it is ab12.", ("AB12", "cd")) == 0.5
+  assert tasks.score("niah_single", "CDab12", ("AB12", "cd")) == 1.0
+  assert tasks.score("lookup", "4 711", ("4711",)) == 0.0
+  assert tasks.metric("niah_single") == tasks.metric("lookup") == "string_match_all"
+  for unknown in (tasks.metric, lambda task: tasks.score(task, "a", ("a",))):
+    with pytest.raises(ValueError, match="unknown task 'niah'"):
+      unknown("niah")
 
 
 def test_bad_input(words):

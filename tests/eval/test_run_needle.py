@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,9 @@ def test_whether_the_question_was_in_the_window():
     (["--out_dir=begun"], "begun holds another run: --tasks was 'lookup' there and is None now"),
     (["--out_dir=broken"], "manifest.json is no manifest"),
     (["--process_id=1"], "--process_id=1 is not one of 0 to 0"),
+    (["--process_id=2", "--num_processes=2"], "--process_id=2 is not one of 0 to 1"),
+    (["--num_processes=2"], "--coordinator_address=None: expected HOST:PORT"),
+    (["--num_processes=2", "--coordinator_address=here"], "--coordinator_address=here: expected"),
   ],
 )
 def test_bad_input(inputs, tmp_path, monkeypatch, arguments, complaint):
@@ -228,7 +233,7 @@ class _Flags:
 
 def _flags(arguments):
   values = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
-  ints = {"prompt_tokens", "num_samples", "process_id"} & set(values)
+  ints = {"prompt_tokens", "num_samples", "process_id", "num_processes"} & set(values)
   values |= {name: int(values[name]) for name in ints}
   lists = {"policies", "stores", "budget_tokens", "tasks"} & set(values)
   return _Flags(
@@ -270,3 +275,36 @@ def test_an_interrupted_run_goes_on(inputs, finished, tmp_path):
   after = _rows(tmp_path / "out")
   assert after[: len(before)] == before
   assert [row["score"] for row in after] == [row["score"] for row in _rows(finished[1])]
+
+
+def test_two_processes_make_one_result(inputs, finished, tmp_path):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  shared = [*inputs, f"--tasks={TASKS[2]}", "--policies=dense", "--out_dir=out"]
+  shared += ["--num_processes=2", f"--coordinator_address={address}"]
+
+  def run(process):
+    return subprocess.run(
+      _command(*shared, f"--process_id={process}"),
+      capture_output=True,
+      text=True,
+      check=False,
+      timeout=200,
+      cwd=tmp_path,
+      env=_environment(tmp_path),
+    )
+
+  with ThreadPoolExecutor() as threads:
+    first, second = threads.map(run, range(2))
+  assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+  assert "are in out" in first.stdout and second.stdout == "" == second.stderr
+  answers = _answers(tmp_path / "out")
+  assert {key: one["pred"] for key, one in answers.items()} == {
+    key: one["pred"]
+    for key, one in _answers(finished[1]).items()
+    if key[0] == "dense" and key[3] == TASKS[2]
+  }
+  assert len(answers) == 2 == len({one["batch"] for one in answers.values()})
+  (row,) = _rows(tmp_path / "out")
+  assert row["num_examples"] == 2 and row["decode_tokens_per_s"] > 0
