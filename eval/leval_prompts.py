@@ -153,11 +153,17 @@ def _cut(tokenizer: Tokenizer, name: str, document: str, pair: tuple[str, str], 
   """The document, cut by words until the prompt fits: its end goes, or the beginning of code."""
   words, kept = document.split(" "), most
   while len(tokenizer.encode(_prompt(tokenizer, name, document, *pair)[0])) > most:
+    while kept >= len(words):  # such a cut would leave all of it
+      kept = _fewer(kept)
     if not kept:
       raise ValueError(
         f"a prompt of {most} tokens has no room for a question of {name} alone; ask for more "
         "--prompt_tokens"
       )
     document = " ".join(words[-kept:] if name == "codeU" else words[:kept])
-    kept = kept - _STEP if kept > _STEP else kept // 2
+    kept = _fewer(kept)
   return document
+
+
+def _fewer(words: int) -> int:
+  return words - _STEP if words > _STEP else words // 2
