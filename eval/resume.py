@@ -43,15 +43,18 @@ def check_same_run(out_dir: Path, earlier: Mapping[str, Any], **now: Any) -> Non
     ValueError: something else differs; it names the first difference.
   """
   for entry, value in json.loads(json.dumps(now, default=str)).items():
-    before, after = ({entry: one} for one in (earlier.get(entry), value))
-    if isinstance(value, dict) and isinstance(before[entry], dict):
-      before, after = before[entry], value
-    for name in dict.fromkeys([*before, *after]):
-      if before.get(name) != after.get(name) and not (entry == "flags" and name in _FREE_FLAGS):
+    before = earlier.get(entry)
+    if isinstance(before, dict) and isinstance(value, dict):
+      names = dict.fromkeys([*before, *value])
+      pairs = [(name, before.get(name), value.get(name)) for name in names]
+    else:
+      pairs = [(entry, before, value)]
+    for name, there, here in pairs:
+      if there != here and not (entry == "flags" and name in _FREE_FLAGS):
         kinds = {"flags": f"--{name}", "model": f"the model's {name}", "data": f"the data {name}"}
         raise ValueError(
-          f"{out_dir} holds another run: {kinds.get(entry, name)} was {before.get(name)!r} there "
-          f"and is {after.get(name)!r} now; choose another --out_dir, or ask for the same"
+          f"{out_dir} holds another run: {kinds.get(entry, name)} was {there!r} there and is "
+          f"{here!r} now; choose another --out_dir, or ask for the same"
         )
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from eval import cli, grid, harness, loop, predictions, processes, results, summary, tasks
-from kvjax import Generation, make_policy
+from kvjax import Generation, generate, make_policy
 from models import load
 from tests.models import tiny
 from tests.models.test_tokenizer import INFO, TOKENS
@@ -97,17 +97,23 @@ def test_batch_mates_do_not_matter(loaded, policies, alone, share_prefill):
   assert all((row["ttft_s_p50"] is None) == share_prefill for row in rows)
 
 
-def test_tokens_that_end_a_task(loaded, policies, alone):
-  """What some answers hold ends them; the others go on to their limit."""
-  dense = [one for key, one in alone[0].items() if key[0] == "dense" and key[3] == "lookup"]
-  ids = loaded.tokenizer.encode(dense[0]["pred"])
-  stop = ids[2]
-  made = loop.make(loaded, policies[:1], _examples((stop,)))
-  for key, one in _measured(made)[0].items():
-    whole = loaded.tokenizer.encode(alone[0][key]["pred"])
-    cut = whole[: whole.index(stop)] if stop in whole else whole
+def test_tokens_that_end_a_task(loaded, policies):
+  """An answer that holds one ends before it; the others go on to their limit."""
+  runner = loop.make(loaded, policies[:1], _examples()).runners[0]
+  whole = {
+    one.id: generate(runner, loaded.params, [one.prompt_ids], max_new_tokens=one.new_tokens).tokens[
+      0
+    ]
+    for one in _examples()
+  }
+  stop = whole["l0"][2]
+  answers = _measured(loop.make(loaded, policies[:1], _examples((stop,))))[0]
+  for one in answers.values():
+    tokens = whole[one["id"]]
+    cut = tokens[: tokens.index(stop)] if stop in tokens else tokens
     assert one["pred"] == loaded.tokenizer.decode(cut)
-    assert one["stopped"] == (stop in whole) and one["output_tokens"] == len(cut)
+    assert one["stopped"] == (stop in tokens) and one["output_tokens"] == len(cut)
+  assert {one["stopped"] for one in answers.values()} == {True, False}
 
 
 def _prediction(batch, ttft_s, step_s, output_tokens, stopped, **fields):

@@ -242,7 +242,9 @@ def _flags(arguments):
 
 
 def test_an_interrupted_run_goes_on(inputs, finished, tmp_path):
-  flags = (*inputs, "--policies=quest,streaming,dense", "--out_dir=out")
+  tasks = TASKS[:2]  # the second is long enough to be interrupted
+  flags = (*inputs, "--policies=quest,dense", "--budget_tokens=128", "--out_dir=out")
+  flags += (f"--tasks={','.join(tasks)}",)
   rows = tmp_path / "out" / "results.jsonl"
   with subprocess.Popen(
     _command(*flags),
@@ -254,27 +256,27 @@ def test_an_interrupted_run_goes_on(inputs, finished, tmp_path):
   ) as process:
     assert process.stderr is not None
     for line in process.stderr:  # the bar: a text stream ends lines at its carriage returns too
-      if TASKS[1] in line:  # the first is done
+      if tasks[1] in line:  # the first is done
         break
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
   assert process.returncode == 130
   assert rest.endswith("stopped: interrupted\n") and "Traceback" not in rest
   before = [json.loads(line) for line in rows.read_text().splitlines()]
-  assert [(row["policy"], row["task"]) for row in before] == [(c[0], TASKS[0]) for c in CASES]
+  assert [(row["policy"], row["task"]) for row in before] == [(c[0], TASKS[0]) for c in CASES[:2]]
   answered = predictions.read(tmp_path / "out" / "predictions.jsonl")
-  assert 10 <= len(answered) < 30
+  assert 4 <= len(answered) < 8
   done = _run(*flags, folder=tmp_path)
   assert done.returncode == 0, done.stderr
   assert f"{len(answered)} are answered already" in done.stdout
   again, own = _answers(tmp_path / "out"), _answers(finished[1])
   assert list(again.values())[: len(answered)] == answered
-  assert {key: one["pred"] for key, one in again.items()} == {
-    key: one["pred"] for key, one in own.items()
-  }
+  assert len(again) == 8
+  assert all(one["pred"] == own[key]["pred"] for key, one in again.items())
   after = _rows(tmp_path / "out")
-  assert after[: len(before)] == before
-  assert [row["score"] for row in after] == [row["score"] for row in _rows(finished[1])]
+  assert after[: len(before)] == before and len(after) == 4
+  scores = {loop.row_key(row): row["score"] for row in _rows(finished[1])}
+  assert all(row["score"] == scores[loop.row_key(row)] for row in after)
 
 
 def test_two_processes_make_one_result(inputs, finished, tmp_path):
