@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from eval import needle, recall, ruler
+from eval import leval, longbench, needle, recall, ruler
 from models import Tokenizer
 
 TASKS = (*ruler.TASKS, *recall.TASKS)
@@ -97,8 +97,8 @@ def score(
 ) -> float:
   """How right an answer is, 0 to 1, by the metric of its task.
 
-  The tasks of this module have RULER's string_match_all: share of the references that the answer
-  holds, in either case.
+  `eval.longbench` and `eval.leval` have those of their tasks. The tasks of this module have RULER's
+  string_match_all: share of the references that the answer holds, in either case.
 
   Args:
     task: name of a task of any suite.
@@ -109,7 +109,10 @@ def score(
   Raises:
     ValueError: no such task.
   """
-  del classes  # no task of these has any
+  if task in longbench.NAMES:
+    return longbench.score(task, prediction, references, classes)
+  if task in leval.NAMES:
+    return leval.score(task, prediction, references)
   check_names([task])
   return sum(needle.found(one, prediction) for one in references) / len(references)
 
@@ -120,6 +123,10 @@ def metric(task: str) -> str:
   Raises:
     ValueError: no such task.
   """
+  if task in longbench.NAMES:
+    return longbench.task_of(task).metric
+  if task in leval.NAMES:
+    return leval.task_of(task).metric
   check_names([task])
   return needle.METRIC
 

@@ -61,8 +61,9 @@ _create() {
 _install() {
   echo "kvjax: installing kvjax and what it depends on into $venv (once; a minute or two)"
   echo "incomplete" >"$stamp"
-  # Wheels only: the machine may have no compiler.
-  "$python" -m pip install --disable-pip-version-check --only-binary=:all: -e "$root[test,notebooks]" ||
+  # Wheels only, since the machine may have no compiler; two packages of pure Python have none.
+  "$python" -m pip install --disable-pip-version-check --only-binary=:all: \
+    --no-binary=jieba,rouge-score -e "$root[test,notebooks,eval]" ||
     _fail "kvjax: the installation failed; see pip's message above, and run again to repair it"
   _wanted_stamp >"$stamp.new"
   mv "$stamp.new" "$stamp"

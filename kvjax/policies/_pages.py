@@ -110,7 +110,7 @@ def best_pages(scores: jax.Array, forced: jax.Array | None, width: int) -> jax.A
 def looked_at_again(
   scores: jax.Array, forced: jax.Array | None, inputs: Inputs, width: int, group: str
 ) -> jax.Array:
-  """Exact scores f32[B, K, P] for the width best pages of scores f32[B, K, P], -inf for the others."""
+  """Exact scores f32[B, K, P] of the width best pages by scores f32[B, K, P]; else -inf."""
   b, k, _ = scores.shape
   pages = best_pages(scores, forced, width)
   keys = inputs.keys(pages)  # f[B, K, width*C, D]
