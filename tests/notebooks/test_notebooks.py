@@ -11,7 +11,7 @@ MODEL = ROOT / "models" / "small" / "small-llama"  # reads bytes
 SAYS = {  # what only a run that got that far has said, and how many pictures it has drawn
   "quickstart": (("quest, 1/16", "KV on device"), 1),
   "inside_a_cache": (("most often at the hidden number: layer", "CacheBytes(keys_values="), 5),
-  "reproduce_a_figure": (("two windows agree on", "are new at its next ranking"), 1),
+  "reproduce_a_figure": (("agreement about unstable heads", "new pages of stable heads"), 1),
 }
 
 
