@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
 
 @pytest.fixture
 def fully_optimized():
-  """For tests that look at compiled programs: what the test itself compiles is as users' is."""
+  """What the test compiles is as users' is: to look at it, or to compute with it for long."""
   jax.config.update("jax_disable_most_optimizations", False)
   yield
   jax.config.update("jax_disable_most_optimizations", True)

@@ -117,7 +117,7 @@ def test_under_a_window_of_the_model_what_is_out_of_sight_goes_first(name):
   model = build(dataclasses.replace(MODEL.config, family="mistral", window_tokens=WINDOW))
   options = OPTIONS[name][0]
   (row,) = matrix.tokens_of([150 + STEPS], seed=23)
-  run = matrix.teacher_forced(_runner(name, options, model), PARAMS, [row], [150])
+  run = matrix.teacher_forced(_runner(name, options, model=model), PARAMS, [row], [150])
   rule = _rule(name, options, sight=WINDOW)
   _agree(run, by_hand.logits_and_held(model, PARAMS, row, 150, rule, WINDOW))
 

@@ -111,6 +111,7 @@ def test_smollm2_chat_is_the_golden_prompt(smollm2):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fully_optimized")  # it computes longer than it compiles
 def test_smollm2_mean_nll_of_a_book(smollm2):
   golden = SMOLLM2["nll"]
   text = (TEST_DATA / "alice_opening.txt").read_text("utf-8")

@@ -14,6 +14,7 @@ from scripts import small_models, small_report
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "small"
 BOOK = recall.plain((Path(__file__).parents[1] / "data/alice_opening.txt").read_text("utf-8"))
 LENGTH, WINDOW = 2048, 256
+pytestmark = pytest.mark.usefixtures("fully_optimized")  # they compute longer than they compile
 
 
 @pytest.fixture(scope="module", params=small_models.SHAPES)
