@@ -22,12 +22,12 @@ import jax
 from absl import app, flags, logging
 
 from kvjax.config import PAGE_SIZES
-from kvjax.policies import POLICIES
+from kvjax.policies import KVPRESS, POLICIES
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 _POLICY = (
-  f"one of {', '.join(POLICIES)}, or the path of a .py file; with options, NAME:option=value:..., "
-  "as quest:score=mean or omnikv:profile=FILE"
+  f"one of {', '.join(POLICIES)}, kvpress' name of one ({', '.join(KVPRESS)}), or the path of a "
+  ".py file; with options, NAME:option=value:..., as quest:score=mean or omnikv:profile=FILE"
 )
 _OURS = ("__main__", "kvjax", "models", "pallas_kernels", "eval", "scripts")
 

@@ -15,6 +15,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvjax.policies._aliases import KVPRESS
 from kvjax.policies._spec import split_spec, values_of
 from kvjax.types import Policy
 
@@ -38,9 +39,9 @@ def make_policy(spec: str, /, **options) -> Policy:
   use for them.
 
   Args:
-    spec: a key of `POLICIES`, or the path of a Python file that defines a policy function of the
-      file's own name; then, each behind a colon, option=value. A value is a literal of Python or a
-      text, and has no colon in it.
+    spec: a key of `POLICIES`, kvpress' name for one of them, or the path of a Python file that
+      defines a policy function of the file's own name; then, each behind a colon, option=value. A
+      value is a literal of Python or a text, and has no colon in it.
     **options: arguments of that function.
 
   Raises:
@@ -50,7 +51,8 @@ def make_policy(spec: str, /, **options) -> Policy:
   make = _from_file(Path(name)) if name.endswith(".py") else POLICIES.get(name)
   if make is None:
     raise ValueError(
-      f"unknown policy {name!r}; expected one of {', '.join(POLICIES)}, or the path of a .py file"
+      f"unknown policy {name!r}; expected one of {', '.join(POLICIES)}, kvpress' name of one "
+      f"({', '.join(KVPRESS)}), or the path of a .py file"
     )
   known = inspect.signature(make).parameters
   unknown = {*options, *texts} - {*known, *_COMMON}
@@ -104,4 +106,4 @@ def _from_file(path: Path) -> Callable[..., Policy]:
   return make
 
 
-__all__ = ["POLICIES", "make_policy", "split_spec"]
+__all__ = ["KVPRESS", "POLICIES", "make_policy", "split_spec"]

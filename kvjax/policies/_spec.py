@@ -4,6 +4,8 @@ quest
 quest:score=outlier:candidates=4
 omnikv:profile=filters.npz
 my_policy.py:share=0.5
+
+The name may be the one that kvpress has for the method (`KVPRESS`).
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvjax.policies._aliases import KVPRESS
+
 
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
-  """The name, and the text of each option.
+  """Our name of the policy, and the text of each option.
 
   Raises:
     ValueError: an option without a name or a value, or one that comes twice.
@@ -33,7 +37,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     if option in options:
       raise ValueError(f"policy {spec!r}: option {option} comes twice; leave one out")
     options[option] = text
-  return name, options
+  return KVPRESS.get(name, name), options
 
 
 def values_of(spec: str, texts: Mapping[str, str], make: Callable[..., Any]) -> dict[str, Any]:
