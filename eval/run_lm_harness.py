@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from eval import cli, results
+from eval.grid import choose_policies
 from eval.results import Row
-from eval.run_needle import choose_policies
 from kvjax.types import Policy
 from models import Loaded, load
 

@@ -32,8 +32,8 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli, plots, plots_perplexity, results, scoring, texts
+from eval.grid import choose_policies
 from eval.results import Row
-from eval.run_needle import choose_policies
 from kvjax import CacheConfig, Runner, prepare
 from kvjax.engine.generate import prefill
 from models import Loaded, load
