@@ -11,6 +11,7 @@ go, `eval.harness` the fields of a row beside the usual ones.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("prompt_tokens", 6900, "Most tokens of a prompt.", lower_bound=1)
   flags.DEFINE_integer("num_samples", 4, "Questions of each task.", lower_bound=1)
   flags.DEFINE_string("text_file", None, "Plain text to hide facts in; default: King James.")
+  flags.DEFINE_string("text_dir", None, "Folder of such texts (*.txt, *.md), one after the other.")
   flags.DEFINE_integer("seed", 0, "Seed of everything that is hidden, and of where.")
 
 
@@ -37,7 +39,7 @@ def main(args: flags.FlagValues) -> None:
   names = choose_tasks(args.tasks)
 
   def make_examples(loaded: Loaded) -> tuple[list[Example], dict[str, str]]:
-    text, name, digest = _document(args.text_file)
+    text, name, digest = _document(args.text_file, args.text_dir)
     return _examples(loaded, names, text, args), {name: digest}
 
   grid.main(args, make_examples)
@@ -55,8 +57,18 @@ def choose_tasks(names: Sequence[str]) -> list[str]:
   return list(names)
 
 
-def _document(text_file: str | None) -> tuple[str, str, str]:
-  """Text, name and sha256."""
+def _document(text_file: str | None, text_dir: str | None) -> tuple[str, str, str]:
+  """Text, name and sha256.
+
+  Raises:
+    ValueError: both a file and a folder, or no text there.
+  """
+  if text_file is not None and text_dir is not None:
+    raise ValueError("--text_file and --text_dir are both given; keep one of them")
+  if text_dir is not None:
+    folder = Path(text_dir).expanduser()
+    text = texts.read_folder(folder)
+    return text, folder.name, hashlib.sha256(text.encode()).hexdigest()
   if text_file is None:
     return texts.king_james(), "King James Bible", KING_JAMES.sha256
   path = Path(text_file).expanduser()

@@ -68,7 +68,7 @@ def draw(rows: Sequence[Row], title: str, out_dir: Path) -> list[str]:
   if timed:
     names.append("accuracy_speed.png")
     plots.accuracy_against_speed(timed, title, out_dir / names[-1])
-  if any(row["dense_score"] is not None for row in rows):
+  if any(row["dense_score"] is not None and row["policy"] != "dense" for row in rows):
     names.append("deltas.png")
     plots.deltas(rows, title, out_dir / names[-1])
   return names

@@ -194,6 +194,7 @@ def test_whether_the_question_was_in_the_window():
     (["--prompt_tokens=2000"], "prompt and answer of 2[0-9]* tokens exceed the 2048"),
     (["--prompt_tokens=90", "--tasks=niah_single"], "has no room for the question"),
     (["--text_file=nowhere.txt"], "nowhere.txt is not a file"),
+    (["--text_dir=nowhere"], "--text_file and --text_dir are both given"),
     (["--model=nonsense"], "unknown model 'nonsense'"),
     (["--model=random:smollm2-135m"], "has no tokenizer"),
     (["--out_dir=taken"], "taken already holds results.jsonl"),
@@ -223,7 +224,7 @@ class _Flags:
   """Parsed flags that are not global."""
 
   policies, stores = ("dense", "quest", "streaming"), ()
-  page_size, seed = 16, 0
+  page_size, seed, text_dir = 16, 0, None
   batch_size, limit, share_prefill = 1, None, False
   num_processes, process_id, coordinator_address = 1, 0, None
 
