@@ -44,7 +44,7 @@ TEXTS = ["the tin", "in the beginning there was a tin, and in the tin there was 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
   """The path of a tiny model."""
-  config = dataclasses.replace(tiny.tied(), max_tokens=256, vocab_size=len(TOKENS))
+  config = dataclasses.replace(tiny.tied(), max_tokens=256, vocab_size=len(TOKENS), num_layers=1)
   extra = INFO | {"tokenizer.chat_template": CHATML}
   path = tmp_path_factory.mktemp("model") / "tiny.gguf"
   return tiny.write_gguf(path, config, tiny.tensors(config), extra=extra)
@@ -102,7 +102,7 @@ def test_a_greedy_continuation_is_told(loaded, dense):
   ids = loaded.tokenizer.encode(TEXTS[1])
   best = int(_forward(loaded, ids)[-1].argmax())
   (_, greedy), (_, other) = dense._loglikelihood_tokens(
-    [(None, ids, [best]), (None, ids, [best - 1 or 2])], disable_tqdm=True
+    [(None, ids, [best]), (None, ids, [(best + 1) % len(TOKENS)])], disable_tqdm=True
   )
   assert greedy and not other
 
@@ -178,7 +178,6 @@ def test_texts_end_before_what_ends_them(dense):
   cut = _generate(dense, until=[stop, "never said"])
   assert cut == [text.partition(stop)[0] for text in whole]
   assert len(cut[1]) < len(whole[1])
-  assert _generate(dense, max_gen_toks=1)[0] == whole[0][: len(_generate(dense, max_gen_toks=1)[0])]
 
 
 def test_sampling_depends_on_seed_context_and_repetition_only(loaded, dense):
@@ -240,7 +239,12 @@ class Args:
 
   def __init__(self, **values):
     self.__dict__ = {
-      **{"policies": ["quest", "dense"], "stores": [], "budget_tokens": ["32"], "page_size": 16},
+      **{
+        "policies": ["streaming", "dense"],
+        "stores": [],
+        "budget_tokens": ["32"],
+        "page_size": 16,
+      },
       **{"tasks": ["kvjax_choice", "kvjax_continue"], "include_path": str(TASKS), "limit": None},
       **{"num_fewshot": None, "batch_size": 2, "apply_chat_template": False},
       **values,
@@ -263,8 +267,8 @@ def test_the_command_runs_the_tasks_under_every_policy(
     right += int(np.argmax(sums)) == doc["answer"]
   row = rows["dense", "acc"]
   assert row["score"] == row["value"] == right / len(docs) and row["num_examples"] == len(docs)
-  assert rows["quest", "acc"]["dense_score"] == row["score"]
-  assert rows["quest", "acc"]["budget_tokens"] == 32 and row["decode_tokens_per_s"] > 0
+  assert rows["streaming", "acc"]["dense_score"] == row["score"]
+  assert rows["streaming", "acc"]["budget_tokens"] == 32 and row["decode_tokens_per_s"] > 0
   written = (tmp_path / "out" / rows["dense", "exact_match"]["samples"]).read_text().splitlines()
   samples = sorted(map(json.loads, written), key=lambda one: one["doc_id"])
   texts = [json.loads(line)["text"] for line in (TASKS / "continue.jsonl").read_text().splitlines()]
@@ -283,7 +287,7 @@ def test_the_harness_own_way(model, tmp_path):
     **{"PYTHONPATH": str(ROOT), "KVJAX_CACHE": str(tmp_path), "HF_HOME": str(tmp_path / "hf")},
     **{"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
   }
-  arguments = f"pretrained={model},policy=quest:dense_layers=1,budget_tokens=32"
+  arguments = f"pretrained={model},policy=quest:dense_layers=0,budget_tokens=32"
   command = [sys.executable, "-m", "eval.lm_harness", "--model", "kvjax", "--model_args", arguments]
   command += ["--tasks", "kvjax_choice", "--include_path", str(TASKS), "--batch_size", "2"]
   command += ["--output_path", str(tmp_path / "out.json"), "--limit", "2"]
@@ -293,7 +297,7 @@ def test_the_harness_own_way(model, tmp_path):
   assert done.returncode == 0, done.stderr
   assert "kvjax_choice" in done.stdout and "acc_norm" in done.stdout
   written = json.loads(next(tmp_path.glob("out*.json")).read_text())
-  assert written["config"]["policy"] == "quest:dense_layers=1"
+  assert written["config"]["policy"] == "quest:dense_layers=0"
   assert written["config"]["budget_tokens"] == 32 and written["results"]["kvjax_choice"]
 
 

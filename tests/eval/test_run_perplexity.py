@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eval import plots_perplexity, run_perplexity, scoring
-from kvjax import CacheConfig, make_policy, prepare
+from kvjax import CacheConfig, decode_step, make_policy, prepare
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
 from models import Loaded, load
@@ -23,7 +23,8 @@ from tests.models.llama2c import load_stories
 from tests.models.test_golden import STORIES
 from tests.models.test_tokenizer import INFO, TOKENS
 
-MODEL, PARAMS = matrix.tiny_model(matrix.SHAPES[0])
+MODEL, PARAMS = matrix.tiny_model(matrix.SHAPES[0], num_layers=2)
+QUEST = {"policy": "quest", "dense_layers": 1}
 LOADED = Loaded("tiny", MODEL, PARAMS, None, "hash", None)
 PREFIX, STEPS = 70, scoring.BLOCK + 9  # a whole block and a part of one
 STRETCHES = [row[: PREFIX + STEPS + 1] for row in matrix.tokens_of([160, 160])]
@@ -47,7 +48,7 @@ def _expected(ids, **model):
 @pytest.fixture(scope="module")
 def rows():
   """Dense, quest with room for all, and quest with little."""
-  runners = [_runner(), _runner("quest", budget_tokens=256), _runner("quest", budget_tokens=32)]
+  runners = [_runner(), _runner(**QUEST, budget_tokens=256), _runner(**QUEST, budget_tokens=32)]
   return run_perplexity.measure(LOADED, runners, STRETCHES, PREFIX)
 
 
@@ -63,7 +64,7 @@ def test_quest_with_the_whole_budget_is_dense_and_with_less_is_not(rows):
   np.testing.assert_allclose(full["token_nll"], dense["token_nll"], atol=2e-5)
   assert full["nll_delta"] == pytest.approx(0, abs=1e-5)
   assert np.abs(np.subtract(little["token_nll"], dense["token_nll"])).max() > 1e-3
-  assert little["nll_delta"] == pytest.approx(little["nll"] - dense["nll"], abs=1e-6)
+  assert little["nll_delta"] == pytest.approx(little["nll"] - dense["nll"], abs=1e-5)
 
 
 def test_parts_are_equal_and_their_mean_is_the_whole(rows):
@@ -124,23 +125,23 @@ def test_more_tokens_than_a_policy_has_room_for():
 
 def test_no_copy_of_the_pools():
   """A block of steps needs as little memory beside its cache as one step does."""
-  runner = _runner("quest", budget_tokens=32, capacity=8192)
+  runner = _runner(**QUEST, budget_tokens=32, capacity=8192)
   cache = jax.eval_shape(lambda: steps.empty_cache(runner))
+  number = jax.ShapeDtypeStruct((), jnp.int32)
   tokens = jax.ShapeDtypeStruct((1, scoring.BLOCK + 1), jnp.int32)
-  compiled = scoring._block.lower(
-    runner, PARAMS, cache, tokens, jax.ShapeDtypeStruct((), jnp.int32)
-  ).compile()
-  memory = compiled.memory_analysis()
+  block = scoring._block.lower(runner, PARAMS, cache, tokens, number).compile().memory_analysis()
+  token = jax.ShapeDtypeStruct((1,), jnp.int32)
+  step = decode_step.lower(runner, PARAMS, cache, token).compile().memory_analysis()
   pool = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-  assert memory.temp_size_in_bytes < pool / 2
-  assert memory.alias_size_in_bytes > 0.99 * runner.decode_bytes.total
+  assert block.temp_size_in_bytes < step.temp_size_in_bytes + pool / 8
+  assert block.alias_size_in_bytes >= runner.decode_bytes.total
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
   """Flags of a command that reads a tiny model and a text."""
   folder = tmp_path_factory.mktemp("inputs")
-  config = dataclasses.replace(tiny.tied(), max_tokens=512, vocab_size=len(TOKENS))
+  config = dataclasses.replace(tiny.tied(), max_tokens=512, vocab_size=len(TOKENS), num_layers=1)
   model = tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=INFO)
   book = folder / "book.txt"
   book.write_text(" ".join(f"Line {n} of the tin." for n in range(60)), encoding="utf-8")
@@ -162,7 +163,9 @@ def test_the_command_writes_rows_a_manifest_and_a_picture(command, tmp_path, cap
   dense, streaming = map(json.loads, (out / "results.jsonl").read_text().splitlines())
   assert (dense["policy"], streaming["policy"]) == ("dense", "streaming")
   assert dense["metric"] == "nll" and dense["score"] is None and dense["nll_delta"] == 0
-  assert streaming["speedup_vs_dense"] > 0 and streaming["device_kv_bytes"] < 2**20
+  assert (
+    streaming["speedup_vs_dense"] > 0 and streaming["device_kv_bytes"] < dense["device_kv_bytes"]
+  )
   assert np.shape(streaming["token_nll"]) == (2, 40)
   loaded = load(command["model"])
   assert loaded.tokenizer is not None
