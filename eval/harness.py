@@ -15,7 +15,7 @@ from eval import replay, results, tasks
 from eval.predictions import Prediction
 from eval.replay import Recording
 from eval.tasks import Example
-from kvjax import POLICIES, Generation, Runner, generate
+from kvjax import POLICIES, Generation, Runner, Sampling, generate
 from kvjax.engine.generate import Progress, decode
 from kvjax.policies import split_spec
 from kvjax.types import Policy
@@ -57,13 +57,15 @@ def ask(
     A prediction for each example, without its field `batch`.
   """
   assert loaded.tokenizer is not None
+  stop_ids = {*loaded.tokenizer.eos_ids, *batch[0].stop_ids}
   result = _generate(
     loaded,
     runner,
     prompts(runner, batch),
     recording,
     max_new_tokens=max(example.new_tokens for example in batch),
-    stop_ids={*loaded.tokenizer.eos_ids, *batch[0].stop_ids},
+    stop_ids=stop_ids,
+    sampling=Sampling(not_first=tuple(sorted(stop_ids)) if batch[0].stop_ids else ()),
     progress=progress,
   )
   timing = {

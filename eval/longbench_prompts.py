@@ -6,8 +6,7 @@ the benchmark; it is under the MIT licence in `LICENSE.longbench_prompts`.
 
 Departures: where a prompt is too long, the official code decodes both halves, joins the texts and
 encodes them again, within the chat template and beyond the length that was asked for. Here the ids
-are cut, and template and question together have that length. Answers of samsum end at a line feed
-in both; the official code does not let one begin with it, while here such an answer is empty.
+are cut, and template and question together have that length.
 """
 
 from __future__ import annotations

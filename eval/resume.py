@@ -10,7 +10,7 @@ from typing import Any
 from eval.results import MANIFEST, check_new_run, write_atomically
 
 # What may differ when a run is gone on with: where it lies, and who shares the work.
-_FREE_FLAGS = ("out_dir", "coordinator_address", "num_processes", "process_id")
+_FREE_FLAGS = ("out_dir", "download", "coordinator_address", "num_processes", "process_id")
 
 
 def earlier_run(out_dir: Path) -> dict[str, Any] | None:

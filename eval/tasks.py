@@ -28,7 +28,8 @@ class Example(NamedTuple):
     new_tokens: most tokens of an answer.
     question_tokens: tokens from the beginning of the question to the end of the prompt.
     classes: all answers to choose from, for tasks that classify.
-    stop_ids: tokens that end an answer beside those of the tokenizer; the same in a whole task.
+    stop_ids: tokens that end an answer beside those of the tokenizer; no answer begins with either
+      then, as LongBench has it. The same in a whole task.
     length: the data's own measure of the prompt, where it has one.
     chat: the prompt went through the model's chat template.
   """

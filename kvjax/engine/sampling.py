@@ -16,10 +16,12 @@ class Sampling:
   Attributes:
     temperature: 0 for the most likely token, else the logits are divided by it; at least 0.
     top_p: sample among the most likely tokens that together hold this probability; in (0, 1].
+    not_first: ids that an answer does not begin with: its stop tokens, if it may not be empty.
   """
 
   temperature: float = 0.0
   top_p: float = 1.0
+  not_first: tuple[int, ...] = ()
 
   def __post_init__(self):
     if not 0 <= self.temperature < math.inf:

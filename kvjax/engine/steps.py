@@ -276,7 +276,9 @@ def _seal(runner: Runner, cache: KVCache) -> KVCache:
 
 
 def _first_token(runner, sampling, params, last, key, lengths):
-  return sample(runner.model.unembed(params, last), sampling, key, lengths)
+  logits = runner.model.unembed(params, last)
+  logits = logits.at[:, list(sampling.not_first)].set(-jnp.inf) if sampling.not_first else logits
+  return sample(logits, sampling, key, lengths)
 
 
 def _next_token(runner, sampling, params, cache, tokens, key):

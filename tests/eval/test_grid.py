@@ -152,7 +152,7 @@ def ask(monkeypatch, path, tmp_path):
   monkeypatch.setattr(cli, "flag_values", lambda: {"tasks": ["lookup", "chain"], "out_dir": "x"})
   asked, of_thread = [], threading.local()
 
-  def generate(runner, params, prompts, *, max_new_tokens, stop_ids=(), progress=None):
+  def generate(runner, params, prompts, *, max_new_tokens, **options):
     if max_new_tokens > 3:  # not to compile
       asked.append((runner.policy.name, tuple(map(len, prompts))))
       of_thread.left -= 1

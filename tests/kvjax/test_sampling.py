@@ -70,6 +70,24 @@ def test_a_row_says_the_same_whatever_its_batch_mates():
   assert together != said(prompts, 2)
 
 
+def test_an_answer_that_may_not_be_empty():
+  """The most likely token is no first one; it is one again afterwards."""
+  model, params = matrix.tiny_model(matrix.SHAPES[0])
+  runner = prepare(model, make_policy("dense"), "resident", CacheConfig(1, 64), chunk_tokens=64)
+  prompt = matrix.tokens_of([20])
+
+  def said(prompts, **options):
+    return generate(runner, params, prompts, max_new_tokens=2, **options).tokens[0]
+
+  first, _ = said(prompt)
+  other, then = said(prompt, sampling=Sampling(not_first=(first,)))
+  assert other != first
+  assert [other, then] == [other, said([[*prompt[0], other]])[0]]
+  assert said(prompt, stop_ids=[first]) == []
+  second = Sampling(not_first=(first, other))
+  assert said(prompt, sampling=second, stop_ids=[first, other])[0] not in (first, other)
+
+
 @pytest.mark.parametrize(
   ("options", "message"),
   [
