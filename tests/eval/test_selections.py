@@ -46,7 +46,7 @@ def test_what_cannot_be_followed_is_refused():
   with pytest.raises(ValueError, match="on store 'compact' selects no pages"):
     selections.follow(_runner("snapkv", budget_tokens=64), PARAMS, PROMPT, STEPS)
   with pytest.raises(ValueError, match="150 tokens and 43 steps exceed the capacity of 192"):
-    selections.follow(_runner("quest", budget_tokens=48), PARAMS, PROMPT, 43)
+    selections.follow(_runner("quest", budget_tokens=48, dense_layers=1), PARAMS, PROMPT, 43)
 
 
 def _random_pages(rng, count, width, total):

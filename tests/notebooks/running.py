@@ -35,6 +35,7 @@ def run(
   for name, value in settings.items():
     monkeypatch.setenv(f"KVJAX_NOTEBOOK_{name}", str(value))
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+  monkeypatch.delenv("MPLBACKEND", raising=False)  # or the kernel would not show its pictures
   read = nbformat.read(notebook, as_version=4)
   place = {"metadata": {"path": str(folder)}}
   nbclient.NotebookClient(read, timeout=300, resources=place).execute()
