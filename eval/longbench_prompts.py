@@ -48,13 +48,14 @@ def _example(
   chat = task.chat and tokenizer.chat_template is not None
   text = prompts.conversation(tokenizer, body) if chat else body
   asked = template.partition("{context}")[2].format(input=record["input"]).strip()
+  behind = text.rpartition(asked)[2] if asked else ""  # some templates end with the input alone
   return Example(
     task=name,
     id=index,
     prompt_ids=prompts.cut_middle(tokenizer, text, body, prompt_tokens),
     references=tuple(record["answers"]),
     new_tokens=task.new_tokens,
-    question_tokens=prompts.num_tokens(tokenizer, asked + text.rpartition(asked)[2]),
+    question_tokens=prompts.num_tokens(tokenizer, asked + behind),
     classes=tuple(record["all_classes"] or ()),
     stop_ids=_newline(tokenizer) if longbench.plain(name) == "samsum" else (),
     length=record["length"],
