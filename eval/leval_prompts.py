@@ -73,8 +73,8 @@ def examples(
     prompt_tokens: most tokens of a prompt.
 
   Raises:
-    ValueError: no such task, a document whose questions and answers do not match, or too few tokens
-      for a prompt.
+    ValueError: no such task, a document without a question, with a blank one or with more or fewer
+      answers than questions, or too few tokens for a prompt.
   """
   leval.task_of(name)
   for index, record in enumerate(records):
@@ -85,13 +85,7 @@ def examples(
 def _of_document(
   tokenizer: Tokenizer, name: str, index: str, record: Record, most: int
 ) -> Iterator[Example]:
-  asked, expected, document = record["instructions"], record["outputs"], record["input"]
-  if len(asked) != len(expected):
-    raise ValueError(
-      f"{name}, record {index}: {len(asked)} instructions and {len(expected)} outputs, expected an "
-      "answer for each"
-    )
-  pairs = list(zip(asked, expected, strict=True))
+  pairs, document = _pairs(f"{name}, record {index}", record), record["input"]
   # All questions of a document get the same part of it: what the longest has room for.
   document = _cut(tokenizer, name, document, max(pairs, key=lambda pair: len(pair[0])), most)
   for number, pair in enumerate(pairs):
@@ -104,6 +98,21 @@ def _of_document(
     yield _example(tokenizer, name, f"{index}-{number}", text, tail, story)
     text, tail = _fact_prompt(tokenizer, pair[0])
     yield _example(tokenizer, name, f"{index}-{number}-fact", text, tail, fact or "")
+
+
+def _pairs(place: str, record: Record) -> list[tuple[str, str]]:
+  """Questions with their answers."""
+  asked, expected = record["instructions"], record["outputs"]
+  if len(asked) != len(expected):
+    raise ValueError(
+      f"{place}: {len(asked)} instructions and {len(expected)} outputs, expected an answer for each"
+    )
+  if not asked:
+    raise ValueError(f"{place} has no instructions, expected at least one; leave the record out")
+  for number, question in enumerate(asked):
+    if not question.strip():
+      raise ValueError(f"{place}: instruction {number} is blank, expected a question")
+  return list(zip(asked, expected, strict=True))
 
 
 def _example(

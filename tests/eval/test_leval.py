@@ -118,6 +118,11 @@ def test_a_document_is_cut_by_words(chat, name, most):
 def test_bad_records(chat):
   with pytest.raises(ValueError, match="quality, record 0: 2 instructions and 1 outputs"):
     _examples(chat, "quality", _record(answers=["a"]))
+  with pytest.raises(ValueError, match="gsm100, record 1 has no instructions, expected at least"):
+    _examples(chat, "gsm100", _record(), _record([], []))
+  for blank in ("", " \n"):
+    with pytest.raises(ValueError, match="gsm100, record 0: instruction 1 is blank, expected a"):
+      _examples(chat, "gsm100", _record(["Why?", blank]))
   with pytest.raises(ValueError, match=r"60 tokens has no room .*quality.*--prompt_tokens"):
     _examples(chat, "quality", _record(), most=60)
   with pytest.raises(ValueError, match="unknown task 'qualty'"):
