@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,45 @@ def read(path: Path, fields: Fields) -> list[Record]:
     ValueError: no such file, no record in it, or a line that is not UTF-8, not a whole JSON object,
       or without one of the fields.
   """
+  return list(_records(path, fields))
+
+
+def first(path: Path) -> Record:
+  """The first record of a file, whatever its fields and whatever follows it.
+
+  Raises:
+    ValueError: see `read`.
+  """
+  return next(_records(path, {}))
+
+
+def _records(path: Path, fields: Fields) -> Iterator[Record]:
   path = path.expanduser()
   if not path.is_file():
     raise ValueError(f"{path} is not a file; give the path of a .jsonl file")
   # Only a line feed ends a line: texts may hold the other characters that str.splitlines cuts at.
   lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-  records = [
-    _record(line, f"{path}, line {number}", fields)
-    for number, line in enumerate(lines, 1)
-    if line.strip()
-  ]
-  if not records:
+  if not any(line.strip() for line in lines):
     raise ValueError(f"{path} is empty, expected one JSON record a line; get the file again")
-  return records
+  for number, line in enumerate(lines, 1):
+    if line.strip():
+      yield _record(line, f"{path}, line {number}", fields)
 
 
 def _record(line: bytes, place: str, fields: Fields) -> Record:
   try:
     record = json.loads(line.decode("utf-8"))
+    json.dumps(record, ensure_ascii=False).encode("utf-8")
   except UnicodeDecodeError as error:
     raise ValueError(
       f"{place} is not UTF-8 text (byte {error.start}); get the file again or convert it"
     ) from error
-  except (json.JSONDecodeError, RecursionError) as error:
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f"{place} has half a surrogate pair, {error.object[error.start]!r}, which is no character; "
+      "mend the line or get the file again"
+    ) from error
+  except (ValueError, RecursionError) as error:  # a number of 5000 digits is no JSONDecodeError
     raise ValueError(
       f"{place} is not a whole JSON record ({error}); the file may be cut off, get it again"
     ) from error
@@ -65,7 +81,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return any(_fits(value, one) for one in kind.__args__)
   if kind == list[str]:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
-  return isinstance(value, kind)
+  return type(value) is kind  # true is an int for isinstance
 
 
 def _short(value: Any) -> str:

@@ -72,6 +72,10 @@ def test_records_are_read_as_they_are(tmp_path):
     (RECORD | {"answers": ["a", 3]}, r"line 2: 'answers' is \[\"a\", 3\], expected list\[str\]"),
     (RECORD | {"all_classes": 1}, r"'all_classes' is 1, expected list\[str\] \| None"),
     (RECORD | {"length": "1"}, "'length' is \"1\", expected int"),
+    (RECORD | {"length": True}, "'length' is true, expected int"),
+    (RECORD | {"input": "x\ud800y"}, r"line 2 has half a surrogate pair, '\\ud800', which is no"),
+    ("[" * 100_000, "line 2 is not a whole JSON record"),
+    ('{"length": ' + "9" * 5000 + "}", "line 2 is not a whole JSON record"),
   ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, message):
@@ -115,6 +119,12 @@ def test_a_prompt_without_it(chat, name):
   assert ("Who {came}?" in text) == (name != "lcc")
   newline = chat.encode("\n")
   assert example.stop_ids == (tuple(newline) if name == "samsum" else ())
+
+
+@pytest.mark.parametrize("name", ["trec", "triviaqa", "samsum", "lsht"])
+def test_an_empty_input(chat, name):
+  example = _one(chat, name, input="")
+  assert example.prompt_ids and example.question_tokens == 0
 
 
 def test_a_model_without_a_template_gets_plain_text(plain, chat):
