@@ -11,6 +11,8 @@ from typing import Any
 Record = dict[str, Any]
 Fields = Mapping[str, Any]  # name -> type: str, int, list[str], or several of them as int | None
 
+_LARGEST = 1e30  # sums and products of such numbers are finite
+
 
 def read(path: Path, fields: Fields) -> list[Record]:
   """All records of a UTF-8 file; blank lines are passed over.
@@ -33,6 +35,25 @@ def first(path: Path) -> Record:
     ValueError: see `read`.
   """
   return next(_records(path, {}))
+
+
+def measured(line: bytes) -> Any:
+  """JSON in which numbers that no measurement gives are null: NaN, and those beyond 1e30.
+
+  Raises:
+    ValueError: the line is not JSON.
+    RecursionError: it is nested too deeply.
+  """
+  return json.loads(
+    line,
+    parse_constant=lambda name: None,
+    parse_float=lambda digits: _moderate(float(digits)),
+    parse_int=lambda digits: _moderate(int(digits)),
+  )
+
+
+def _moderate[Number: (int, float)](value: Number) -> Number | None:
+  return value if abs(value) <= _LARGEST else None
 
 
 def _records(path: Path, fields: Fields) -> Iterator[Record]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from eval import jsonl
 from eval.results import PREDICTIONS, append_lines, write_atomically
 
 Prediction = dict[str, Any]
@@ -41,6 +42,11 @@ FIELDS: dict[str, tuple[type, ...]] = {
   "ttft_s": (float, int, NoneType),
   "step_s": (list,),
   "batch": (str,),
+}
+_ELEMENTS: dict[str, tuple[type, ...]] = {  # of the lists
+  "answers": (str,),
+  "all_classes": (str,),
+  "step_s": (float, int),
 }
 
 
@@ -120,8 +126,8 @@ def _unique(predictions: Iterable[Prediction]) -> list[Prediction]:
 def _parsed(line: bytes) -> Prediction | str:
   """The prediction, or what is wrong with the line."""
   try:
-    prediction = json.loads(line)
-  except ValueError:
+    prediction = jsonl.measured(line)
+  except (ValueError, RecursionError):
     return "not JSON"
   if not isinstance(prediction, dict):
     return "not a JSON object"
@@ -131,4 +137,7 @@ def _parsed(line: bytes) -> Prediction | str:
     if type(prediction[name]) not in kinds:
       expected = " or ".join(kind.__name__ for kind in kinds)
       return f"{name} is a {type(prediction[name]).__name__}, expected {expected}"
+  for name, kinds in _ELEMENTS.items():
+    if any(type(one) not in kinds for one in prediction[name] or ()):
+      return f"{name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}"
   return prediction

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eval.results import MANIFEST, RESULTS, ROW_FIELDS, Row
+from eval import jsonl
+from eval.results import MANIFEST, PREDICTIONS, RESULTS, ROW_FIELDS, Row
 
-PREDICTIONS = "predictions.jsonl"
 _NEEDED = ("policy", "task")
 _TEXTS = ("model", "store", "device", "metric", "page_score")
 _NUMBERS = tuple(name for name in ROW_FIELDS if name not in (*_NEEDED, *_TEXTS))
@@ -113,7 +113,7 @@ def read_run(folder: Path) -> Run:
     raise ValueError(f"{folder} is no run: it has no {MANIFEST}; name the --out_dir of a run")
   try:
     manifest = json.loads((folder / MANIFEST).read_bytes())
-  except ValueError:
+  except (ValueError, RecursionError):
     manifest = None
   if not isinstance(manifest, dict):
     raise ValueError(f"{folder / MANIFEST} is damaged, expected a JSON object; run again")
@@ -200,8 +200,8 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, Row]], bool]:
     if not line.strip():
       continue
     try:
-      row = json.loads(line, parse_constant=lambda name: None)  # NaN is no measurement
-    except ValueError:
+      row = jsonl.measured(line)
+    except (ValueError, RecursionError):
       if number == len(lines):
         return found, True
       row = None

@@ -174,7 +174,7 @@ def append_row(out_dir: Path, row: Mapping[str, Any]) -> None:
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
   """Adds lines to a file: on the disk when this returns, none of them when it raises."""
   rest = _lines(rows).encode()
-  with path.open("ab", buffering=0) as file:
+  with _named(path), path.open("ab", buffering=0) as file:
     before = file.tell()
     try:
       while rest:
@@ -202,7 +202,7 @@ def read_rows(out_dir: Path) -> list[Row]:
   for number, line in enumerate(lines, 1):
     try:
       row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
       row = None
     if not isinstance(row, dict) or not set(ROW_FIELDS) <= set(row):
       raise ValueError(f"{path}, line {number}: expected a row of results as one JSON object")
@@ -213,7 +213,10 @@ def read_rows(out_dir: Path) -> list[Row]:
 def write_atomically(path: Path, content: str | bytes) -> None:
   """Writes a file so that it holds all of the content or does not exist."""
   data = content.encode() if isinstance(content, str) else content
-  with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+  with (
+    _named(path),
+    tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file,
+  ):
     try:
       file.write(data)
       file.flush()
@@ -223,6 +226,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
       os.unlink(file.name)
       raise
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Generator[None]:
+  """Errors of writing say which file it was; a full disk alone does not."""
+  try:
+    yield
+  except OSError as error:
+    raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def device_kind() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -66,12 +67,13 @@ def test_a_full_disk_takes_a_batch_back(tmp_path, monkeypatch):
   predictions.append(path, [ANSWER])
 
   def full(descriptor):
-    raise OSError("disk full")
+    raise OSError(errno.ENOSPC, "disk full")
 
   with monkeypatch.context() as patch:
     patch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="disk full") as caught:
       predictions.append(path, OTHERS)
+  assert (caught.value.filename, caught.value.errno) == (str(path), errno.ENOSPC)
   assert predictions.read(path) == [ANSWER]
   predictions.append(path, OTHERS)
   assert predictions.read(path) == [ANSWER, *OTHERS]
@@ -87,6 +89,10 @@ def test_a_full_disk_takes_a_batch_back(tmp_path, monkeypatch):
     (json.dumps({k: v for k, v in ANSWER.items() if k != "stopped"}), "no field 'stopped'"),
     (json.dumps(ANSWER | {"score": "high"}), "score is a str, expected float or int"),
     (json.dumps(ANSWER | {"id": 3}), "id is a int, expected str"),
+    ("[" * 100_000, "not JSON"),
+    (json.dumps(ANSWER | {"step_s": [0.1, "fast"]}), "step_s is not a list of float or int"),
+    (json.dumps(ANSWER | {"step_s": [10**400]}), "step_s is not a list of float or int"),
+    (json.dumps(ANSWER | {"answers": [None]}), "answers is not a list of str"),
     (json.dumps(ANSWER | {"output_tokens": True}), "output_tokens is a bool, expected int"),
   ],
 )

@@ -157,6 +157,18 @@ def test_an_older_run(tmp_path, capsys):
   assert printed[-1] == f"written to {folder / 'report.html'}"
 
 
+def test_numbers_that_are_none_are_not_shown(tmp_path):
+  rows = [row(ttft_s_p50=10**400, device_kv_bytes=10**400), row(task="chain", more=10**400)]
+  rows[1] |= {"head_maps": {"a": [[10**400, 1.0]]}, "answers": [{"score": 10**400}]}
+  folder = write_run(tmp_path / "a", rows, [said("dense", "", ttft_s=10**400)])
+  text = (folder / "results.jsonl").read_text()
+  (folder / "results.jsonl").write_text(text.replace('"tpot_s_p99": 0.04', '"tpot_s_p99": 1e999'))
+  (case,) = groups_of(folder)[0].cases
+  means = report_rows.means(case)
+  assert (means["ttft_s_p50"], means["tpot_s_p99"]) == (1.5, None) and "more" not in means
+  assert "lookup" in Page(report.write(folder)).text
+
+
 def test_unlike_is_kept_apart(tmp_path):
   rows = [row(), row(device="another"), row(model="larger"), row(simulated=True)]
   more = write_run(tmp_path / "b", [row()], model={"name": "tiny", "sha256": "other weights"})
@@ -219,6 +231,10 @@ def test_a_torn_last_line_is_left_out(tmp_path):
   ("name", "content", "complaint"),
   [
     ("manifest.json", None, "is no run: it has no manifest.json"),
+    ("manifest.json", "[" * 100_000, "is damaged, expected a JSON object"),
+    ("results.jsonl", "[" * 100_000 + "\n", "line 1 is damaged"),
+    ("predictions.jsonl", "[" * 100_000 + "\n", "line 1 is damaged"),
+    ("predictions.jsonl", json.dumps(said("dense", "", step_s=[10**400])) + "\n", "step_s is not"),
     ("manifest.json", "[", "is damaged, expected a JSON object"),
     ("results.jsonl", None, "no finished rows"),
     ("results.jsonl", "", "no finished rows"),

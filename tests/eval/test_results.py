@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eval import results
+from eval import results, resume
 
 
 def test_rows_have_all_fields_in_order_and_plain_numbers():
@@ -121,10 +121,17 @@ def test_rows_are_replaced_whole_and_read(tmp_path):
   results.write_rows(tmp_path, rows[:1])
   results.write_rows(tmp_path, rows)
   assert results.read_rows(tmp_path) == rows
-  for line in ("{", "[]", '{"policy": "dense"}'):
+  for line in ("{", "[]", "[" * 100_000, '{"policy": "dense"}'):
     (tmp_path / "results.jsonl").write_text(json.dumps(rows[0]) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"results\.jsonl, line 2: expected a row"):
       results.read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
+def test_a_damaged_manifest_is_no_earlier_run(tmp_path, content):
+  (tmp_path / "manifest.json").write_text(content)
+  with pytest.raises(ValueError, match=r"manifest\.json is no manifest .*choose another --out_dir"):
+    resume.earlier_run(tmp_path)
 
 
 def test_writing_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -135,8 +142,9 @@ def test_writing_whole_or_not_at_all(tmp_path, monkeypatch):
     raise OSError("disk full")
 
   monkeypatch.setattr("os.replace", full)
-  with pytest.raises(OSError, match="disk full"):
+  with pytest.raises(OSError, match="disk full") as caught:
     results.write_atomically(path, "new")
+  assert caught.value.filename == str(path)
   assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("x", "old")]
 
 
