@@ -26,7 +26,7 @@ def earlier_run(out_dir: Path) -> dict[str, Any] | None:
   try:
     manifest = json.loads(path.read_bytes())
     return {name: manifest[name] for name in manifest}  # fails for what is no object
-  except (ValueError, TypeError, KeyError, RecursionError) as error:
+  except (ValueError, TypeError, LookupError, RecursionError) as error:
     raise ValueError(f"{path} is no manifest ({error}); choose another --out_dir") from error
 
 
