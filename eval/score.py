@@ -7,7 +7,8 @@
 
 Reads what the official scripts write (LongBench's pred, answers, all_classes and length; L-Eval's
 gt, evaluation and NAME_pred), and the predictions.jsonl of our own runs, in which lines say their
-task: these are scored for each policy, store and budget. Tasks of LongBench-E, TASK_e, are scored
+task: these are scored for each policy, store and budget, each question once; a last line that was
+being written when a run was killed does not count. Tasks of LongBench-E, TASK_e, are scored
 by length too. Scores are times 100, as the official ones. For L-Eval's ROUGE tasks the score is
 ROUGE-L, and the authors' total, the geometric mean of all three, stands beside it.
 """
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from eval import cli, jsonl, leval, longbench, metrics, results
+from eval import cli, jsonl, leval, longbench, metrics, predictions, results
 from eval.jsonl import Record
 
 SCORES = "scores.json"
@@ -90,7 +91,7 @@ def score(suite: str, task: str | None, path: Path) -> list[Record]:
 
 
 def _read(suite: str, task: str | None, path: Path) -> list[Line]:
-  first = jsonl.read(path, {})[0]
+  first = jsonl.first(path)
   if "task" in first and "policy" in first:
     return _own(suite, task, path)
   if task is None:
@@ -101,10 +102,7 @@ def _read(suite: str, task: str | None, path: Path) -> list[Line]:
 
 
 def _own(suite: str, task: str | None, path: Path) -> list[Line]:
-  kinds = {"task": str, "policy": str, "store": str, "budget_tokens": int | None}
-  kinds |= {"pred": str, "answers": list[str], "all_classes": list[str] | None}
-  kinds |= {"length": int | None}
-  records = jsonl.read(path, kinds)
+  records = predictions.read(path.expanduser())
   wanted = _SUITES[suite] if task is None else (task,)
   lines = [
     Line(
@@ -118,7 +116,7 @@ def _own(suite: str, task: str | None, path: Path) -> list[Line]:
     if one["task"] in wanted
   ]
   if not lines:
-    there = ", ".join(sorted({one["task"] for one in records}))
+    there = ", ".join(sorted({one["task"] for one in records})) or "none"
     raise ValueError(f"{path} has no predictions of {task or suite}; its tasks are {there}")
   return lines
 
@@ -156,7 +154,7 @@ def _row(suite: str, lines: Sequence[Line], path: Path) -> Record:
   task, *case = lines[0].case
   row = {"task": task} | dict(zip(_CASE, case, strict=False)) | {"records": len(lines)}
   if suite == "leval" and leval.TASKS[task].metric == "rougeL":
-    return row | _rouge(lines)
+    return row | _rouge(lines, path)
   if suite == "leval":
     values = _scored(lines, path, lambda one: leval.score(task, one.prediction, one.references))
   else:
@@ -169,18 +167,22 @@ def _row(suite: str, lines: Sequence[Line], path: Path) -> Record:
   return row | (_by_length(lines, values) if task in longbench.TASKS_E else {})
 
 
-def _scored(lines: Sequence[Line], path: Path, compare: Callable[[Line], float]) -> list[float]:
+def _scored[Value](
+  lines: Sequence[Line], path: Path, compare: Callable[[Line], Value]
+) -> list[Value]:
   values = []
   for number, line in enumerate(lines, 1):
     try:
+      if not line.references:
+        raise ValueError("it has no answers, expected at least one")
       values.append(compare(line))
     except ValueError as error:
       raise ValueError(f"{path}, prediction {number} of {line.case[0]}: {error}") from error
   return values
 
 
-def _rouge(lines: Sequence[Line]) -> Record:
-  found = [metrics.rouge(one.prediction, one.references[0]) for one in lines]
+def _rouge(lines: Sequence[Line], path: Path) -> Record:
+  found = _scored(lines, path, lambda one: metrics.rouge(one.prediction, one.references[0]))
   means = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
   total = (means["rouge1"] * means["rouge2"] * means["rougeL"]) ** (1 / 3)
   shown = {"score": means["rougeL"]} | means | {"geometric_mean": total}

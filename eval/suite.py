@@ -147,6 +147,8 @@ def _check_scores(examples: Sequence[Example]) -> None:
   """Says now what would be said after the first answer: a package or an answer that is missing."""
   for example in examples:
     try:
+      if not example.references:
+        raise ValueError("it has no answers, expected at least one")
       tasks.score(example.task, "", example.references, example.classes)
     except ValueError as error:
       raise ValueError(f"{example.task}, question {example.id}: {error}") from error

@@ -13,7 +13,7 @@ from eval import cli, score
 def _write(folder, records):
   path = folder / "predictions.jsonl"
   lines = [one if isinstance(one, str) else json.dumps(one) for one in records]
-  path.write_text("\n".join(lines), encoding="utf-8")
+  path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
   return path
 
 
@@ -22,8 +22,10 @@ def _longbench(pred, answers, length=10, **fields):
 
 
 def _own(policy, pred, task="qasper", budget=64, **fields):
-  case = {"policy": policy, "store": "resident", "budget_tokens": budget, "task": task}
-  return case | _longbench(pred, ["Oslo"]) | fields
+  answer = {"policy": policy, "store": "resident", "budget_tokens": budget, "task": task}
+  answer |= {"id": pred, "page_size": 16, "score": 0.0, "stopped": True, "prompt_tokens": 1}
+  answer |= {"output_tokens": 1, "ttft_s": None, "step_s": [], "batch": pred}
+  return answer | _longbench(pred, ["Oslo"]) | fields
 
 
 def _leval(pred, gt, evaluation="exam", name="my-model_pred"):
@@ -77,6 +79,17 @@ def test_our_own_are_grouped(tmp_path):
       score.score(suite, task, path)
 
 
+def test_a_killed_run_is_scored_as_far_as_it_came(tmp_path):
+  path = _write(tmp_path, [_own("quest", "Oslo"), _own("quest", "Oslo"), _own("quest", "Rome")])
+  with path.open("a") as file:
+    file.write('{"policy": "que')
+  (row,) = score.score("longbench", None, path)
+  assert (row["records"], row["score"]) == (2, 50.0)
+  path = _write(tmp_path, [_own("quest", "Oslo"), "{"])
+  with pytest.raises(ValueError, match="line 2: not JSON"):
+    score.score("longbench", None, path)
+
+
 @pytest.mark.parametrize("name", ["my-model_pred", "pred"])
 def test_leval(tmp_path, name):
   records = [_leval("A. C.", "ACD", name=name), _leval("B", "B", name=name)]
@@ -109,6 +122,15 @@ def test_refusals(tmp_path, suite, task, line, message):
   with pytest.raises(ValueError, match=message) as error:
     score.score(suite, task, path)
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("suite", "task"), [("longbench", "qasper"), ("leval", "tpo"), ("leval", "news_summ")]
+)
+def test_nothing_to_compare_with(tmp_path, suite, task):
+  path = _write(tmp_path, [_own("quest", "Oslo", task), _own("quest", "x", task, answers=[])])
+  with pytest.raises(ValueError, match=f"prediction 2 of {task}: it has no answers, expected at"):
+    score.score(suite, None, path)
 
 
 def test_leval_refusals(tmp_path):

@@ -110,6 +110,7 @@ def test_what_cannot_be_scored_is_said_before_the_run(folder, loaded, monkeypatc
   with pytest.raises(ValueError, match="news_summ has no question that can be scored"):
     _examples("leval", folder, loaded, ["news_summ"])
   records = {"trec": [_longbench()], "passage_retrieval_en": [_longbench("3")]}
+  records["qasper"] = [_longbench(answers=[])]
   for name, record in records.items():
     with pytest.raises(ValueError, match=f"{name}, question 0: "):
       suite.make_examples(run_longbench.SUITE, loaded, {name: record}, None)
