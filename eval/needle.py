@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from eval import prompts
 from models import Tokenizer
 
 TASK, METRIC = "niah_single", "string_match_all"
@@ -123,10 +124,9 @@ def strew(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float
 
 
 def conversation(tokenizer: Tokenizer, question: str, answer_prefix: str) -> str:
-  """The prompt: in the model's chat template if it has one, with the answer begun for it."""
-  if tokenizer.chat_template is None:
-    return f"{question} {answer_prefix}"
-  return tokenizer.chat([{"role": "user", "content": question}]) + answer_prefix
+  """The prompt, with the answer begun for it: behind a chat template, or a blank without one."""
+  blank = " " * (tokenizer.chat_template is None)
+  return prompts.conversation(tokenizer, question, answer_prefix=blank + answer_prefix)
 
 
 def longest_prompt(
