@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from eval.results import write_atomically
 
-_MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX*"
 _MOST_LABELS = 7  # as many places as there are for labels of the same point
 _WIDEST_LABEL = 20  # characters that fit beside a point
 _LINE = 30  # characters of a line of a label in a legend
@@ -111,7 +112,7 @@ def deltas(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
   axes.set_yticks(range(len(lines)), labels, fontsize=8)
   figure.suptitle(f"score minus that of dense (scores from 0 to 1)\n{_title(title)}", fontsize=9)
   figure.colorbar(picture, ax=axes, shrink=0.8)
-  _save(figure, path)
+  save(figure, path)
 
 
 def latencies(panels: Mapping[str, Sequence[Spread]], title: str, path: Path) -> None:
@@ -137,7 +138,7 @@ def latencies(panels: Mapping[str, Sequence[Spread]], title: str, path: Path) ->
   ]
   figure.legend(handles=drawn, loc="outside lower center", ncols=len(drawn), fontsize=8)
   figure.suptitle(_title(title), fontsize=9)
-  _save(figure, path)
+  save(figure, path)
 
 
 def head_maps(
@@ -174,7 +175,16 @@ def head_maps(
   label = name.removesuffix("_ratio").replace("_", " ") + ", %" * (scale == 100)
   figure.colorbar(colors, ax=panels, shrink=min(1, 1.5 / down), label=_title(label))
   figure.suptitle(_title(title), fontsize=9)
-  _save(figure, path)
+  save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+  """Writes a figure, whole or not at all. Characters that the font lacks become boxes, silently."""
+  picture = io.BytesIO()
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from")
+    figure.savefig(picture, format="png", dpi=150)
+  write_atomically(path, picture.getvalue())
 
 
 def _accuracy(
@@ -199,7 +209,7 @@ def _accuracy(
   axes.set_ylabel("score, %")
   axes.set_title(_title(title), fontsize=10)
   axes.grid(alpha=0.3)
-  _save(figure, path)
+  save(figure, path)
 
 
 def _top(highest: float) -> int:
@@ -252,7 +262,7 @@ def _draw_labelled(axes: Axes, rows: Sequence[Mapping[str, Any]], xs: Sequence[f
   policies = list(dict.fromkeys(row["policy"] for row in rows))
   for row, x, place in zip(rows, xs, _label_places(rows, xs), strict=True):
     kind, y = policies.index(row["policy"]), 100 * row["score"]
-    axes.plot(x, y, _MARKERS[kind % len(_MARKERS)], color=f"C{kind}", markersize=9)
+    axes.plot(x, y, MARKERS[kind % len(MARKERS)], color=f"C{kind}", markersize=9)
     axes.annotate(
       _title(label(row)), (x, y), (0, place), textcoords="offset points", ha="center", va="center"
     )
@@ -266,7 +276,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Mapping[str, Any]], xs: Sequence[floa
     lines.setdefault(row["policy"], []).append(point)
   for kind, (policy, by_budget) in enumerate(lines.items()):
     points = [(x, y) for _, x, y in sorted(by_budget)]
-    color, marker = f"C{kind}", _MARKERS[kind % len(_MARKERS)]
+    color, marker = f"C{kind}", MARKERS[kind % len(MARKERS)]
     axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.6)
     for size, (x, y) in enumerate(points):
       name = None if size else wrapped(policy)
@@ -291,9 +301,3 @@ def _label_places(rows: Sequence[Mapping[str, Any]], xs: Sequence[float]) -> lis
 
 def _case(row: Mapping[str, Any]) -> str:
   return f"{label(row)} {row.get('store') or ''}".strip()
-
-
-def _save(figure: Figure, path: Path) -> None:
-  picture = io.BytesIO()
-  figure.savefig(picture, format="png", dpi=150)
-  write_atomically(path, picture.getvalue())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.plots import label
-from eval.results import write_atomically
-
-_MARKERS = "osD^vPX*"
+from eval.plots import MARKERS, label, save
 
 
 def nll_by_position(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -31,7 +27,7 @@ def nll_by_position(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -
   figure = Figure(figsize=(11 if dense else 7, 4.2), layout="constrained")
   panels = figure.subplots(1, 2 if dense else 1, squeeze=False)[0]
   for place, row in enumerate(rows):
-    style = {"color": f"C{place % 10}", "marker": _MARKERS[place % len(_MARKERS)], "markersize": 5}
+    style = {"color": f"C{place % 10}", "marker": MARKERS[place % len(MARKERS)], "markersize": 5}
     middles = [(part["from"] + part["to"] - 1) / 2 for part in row["by_position"]]
     nll = _column(row)
     panels[0].plot(middles, nll, label=label(row), **style)
@@ -45,9 +41,7 @@ def nll_by_position(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -
     panel.grid(alpha=0.3)
   figure.legend(loc="outside right upper", fontsize=8)
   figure.suptitle(title, fontsize=10)
-  picture = io.BytesIO()
-  figure.savefig(picture, format="png", dpi=150)
-  write_atomically(path, picture.getvalue())
+  save(figure, path)
 
 
 def _column(row: Mapping[str, Any]) -> np.ndarray:

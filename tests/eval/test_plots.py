@@ -61,6 +61,12 @@ def test_head_maps(tmp_path):
   assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_characters_that_the_font_lacks_are_no_warning(tmp_path, recwarn):
+  row = {"policy": "策略", "budget_tokens": 64, "task": "漢字", "score": 0.5, "dense_score": 1.0}
+  plots.deltas([row], "模型", tmp_path / "a.png")
+  assert not recwarn.list and (tmp_path / "a.png").exists()
+
+
 def test_long_labels_are_wrapped_and_files_keep_their_name():
   label = "omnikv:profile=some/where/model-filter_layers.npz:first=2@2048"
   lines = plots.wrapped(label).splitlines()
