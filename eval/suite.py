@@ -139,6 +139,7 @@ def make_examples(
     if not some:
       raise ValueError(f"{name} has no question that can be scored without a judge; leave it out")
     _check_scores(some)
+    _note_long_questions(name, some, most)
     found += some
   return found
 
@@ -152,6 +153,17 @@ def _check_scores(examples: Sequence[Example]) -> None:
       tasks.score(example.task, "", example.references, example.classes)
     except ValueError as error:
       raise ValueError(f"{example.task}, question {example.id}: {error}") from error
+
+
+def _note_long_questions(task: str, examples: Sequence[Example], most: int) -> None:
+  """Says where a cut reaches into questions: LongBench cuts the middle of a whole prompt."""
+  cut = [one for one in examples if len(one.prompt_ids) >= most - 1]
+  long = sum(one.question_tokens > most // 2 for one in cut)
+  if long:
+    print(
+      f"note       {task}: in {long} of {len(examples)} prompts the question, with the instruction "
+      f"before it, is longer than half of {most} tokens and is cut; ask for more --prompt_tokens"
+    )
 
 
 def _is_there(suite: Suite, folder: Path, name: str) -> bool:

@@ -106,6 +106,20 @@ def test_examples_fit_the_model(folder, loaded, capsys):
     _examples("longbench", folder, loaded, ["trec"], prompt_tokens=2000)
 
 
+def test_a_question_that_is_cut_is_said(loaded, capsys):
+  long = "Where was that? " * 20
+  records = {"trec": [_longbench("a", input=one, all_classes=["a"]) for one in ("Where?", long)]}
+  (short, longer) = suite.make_examples(run_longbench.SUITE, loaded, records, 500)
+  assert len(longer.prompt_ids) == 500 and short.question_tokens < longer.question_tokens < 500
+  assert "trec: in 1 of 2 prompts the question, with" in capsys.readouterr().out
+  (short, longer) = suite.make_examples(run_longbench.SUITE, loaded, records, 700)
+  assert len(longer.prompt_ids) == 700  # cut, but not within the question
+  assert not capsys.readouterr().out
+  records["trec"] = [_longbench("a", input=long, context="", all_classes=["a"])]
+  suite.make_examples(run_longbench.SUITE, loaded, records, 700)  # long, but not cut
+  assert not capsys.readouterr().out
+
+
 def test_what_cannot_be_scored_is_said_before_the_run(folder, loaded, monkeypatch):
   with pytest.raises(ValueError, match="news_summ has no question that can be scored"):
     _examples("leval", folder, loaded, ["news_summ"])
