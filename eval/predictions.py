@@ -22,7 +22,7 @@ Key = tuple[str, str, int | None, str, str]
 
 # Field -> what JSON may hold there. score is 0 to 1, stopped whether the model ended the answer;
 # ttft_s and step_s are seconds of the whole batch, which all answers of a `batch` share and which
-# count once; ttft_s is null where the prefill was shared. A batch is named after one of its ids.
+# count once; ttft_s is null where the prefill was shared. A batch is named after its first example.
 FIELDS: dict[str, tuple[type, ...]] = {
   "policy": (str,),
   "store": (str,),

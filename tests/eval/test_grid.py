@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from eval import cli, grid, harness, loop, predictions, processes, results, summary, tasks
-from kvjax import Generation, generate, make_policy
+from kvjax import Generation, Sampling, generate, make_policy
 from models import load
 from tests.models import tiny
 from tests.models.test_tokenizer import INFO, TOKENS
@@ -106,7 +106,8 @@ def test_tokens_that_end_a_task(loaded, policies):
     ]
     for one in _examples()
   }
-  stop = whole["l0"][2]
+  first = {tokens[0] for tokens in whole.values()}  # which may not be a stop token
+  stop = next(token for token in whole["l0"] if token not in first)
   answers = _measured(loop.make(loaded, policies[:1], _examples((stop,))))[0]
   for one in answers.values():
     tokens = whole[one["id"]]
@@ -114,6 +115,23 @@ def test_tokens_that_end_a_task(loaded, policies):
     assert one["pred"] == loaded.tokenizer.decode(cut)
     assert one["stopped"] == (stop in tokens) and one["output_tokens"] == len(cut)
   assert {one["stopped"] for one in answers.values()} == {True, False}
+
+
+def test_a_runner_compiles_before_the_clock_runs_for_each_way_to_end(loaded, policies, monkeypatch):
+  seen = []
+
+  def generate(runner, params, prompts, *, max_new_tokens, sampling=Sampling(), **options):
+    seen.append((max_new_tokens > 3, sampling))
+    return Generation([[5, 6, 7]] * len(prompts), [False] * len(prompts), 1.0, [0.5], None)
+
+  monkeypatch.setattr(harness, "generate", generate)
+  ends = {"lookup": (7,), "chain": ()}
+  examples = [one._replace(stop_ids=ends[one.task], new_tokens=9) for one in _examples()]
+  _measured(loop.make(loaded, policies[:1], examples))
+  compiled = [sampling for asked, sampling in seen if not asked]
+  assert len(compiled) == 2 == len(set(compiled))
+  first = {sampling: asked for asked, sampling in reversed(seen)}
+  assert list(first.values()) == [False, False]
 
 
 def _prediction(batch, ttft_s, step_s, output_tokens, stopped, **fields):
@@ -204,7 +222,7 @@ def test_a_run_that_is_cut_short_anywhere_ends_as_if_it_had_not_been(ask, tmp_pa
       assert set(again) | set(whole_run[: fails_at - 1]) == set(whole_run)
       found = _run_files(folder)
       assert [_key(line) for line in found[0]] == [_key(line) for line in expected[0]]
-      same = ("score", "limit_hits", "num_examples", "policy", "task")
+      same = ("score", "limit_hits", "num_examples", "policy", "task", "decode_tokens_per_s")
       assert [[r[n] for n in same] for r in found[1]] == [[r[n] for n in same] for r in expected[1]]
       assert len(json.loads((folder / "manifest.json").read_text())["resumed"]) == 1
 
@@ -230,6 +248,14 @@ def test_a_run_that_only_lost_its_rows_makes_them_again(ask, tmp_path):
   (tmp_path / "run" / "results.jsonl").unlink()
   assert ask() == []
   assert _run_files(tmp_path / "run")[1] == rows
+
+
+def test_rows_follow_the_answers_and_keep_the_seconds_of_compiling(ask, tmp_path):
+  ask()
+  rows = results.read_rows(tmp_path / "run")
+  results.write_rows(tmp_path / "run", [row | {"score": 0.25, "x": 1} for row in rows])
+  assert ask() == []
+  assert results.read_rows(tmp_path / "run") == rows and rows[0]["compile_s"] is not None
 
 
 def test_a_row_is_there_as_soon_as_its_task_is_complete(ask, tmp_path):
