@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eval import cli, grid, harness, loop, predictions, processes, results, summary, tasks
-from kvjax import Generation, Sampling, generate, make_policy
+from eval import cli, grid, harness, loop, predictions, processes, results, resume, summary, tasks
+from kvjax import Generation, generate, make_policy
 from models import load
 from tests.models import tiny
 from tests.models.test_tokenizer import INFO, TOKENS
@@ -120,7 +120,7 @@ def test_tokens_that_end_a_task(loaded, policies):
 def test_a_runner_compiles_before_the_clock_runs_for_each_way_to_end(loaded, policies, monkeypatch):
   seen = []
 
-  def generate(runner, params, prompts, *, max_new_tokens, sampling=Sampling(), **options):
+  def generate(runner, params, prompts, *, max_new_tokens, sampling=None, **options):
     seen.append((max_new_tokens > 3, sampling))
     return Generation([[5, 6, 7]] * len(prompts), [False] * len(prompts), 1.0, [0.5], None)
 
@@ -156,7 +156,7 @@ class _Args(types.SimpleNamespace):
   """Parsed flags that are not global."""
 
   policies, stores, budget_tokens = ["dense", "quest:dense_layers=0"], [], ["16"]
-  page_size, batch_size, limit, share_prefill = 16, 2, None, False
+  page_size, batch_size, share_prefill = 16, 2, False
   num_processes, process_id, coordinator_address = 1, 0, None
 
 
@@ -186,7 +186,7 @@ def ask(monkeypatch, path, tmp_path):
     asked.clear()
     of_thread.left = fails_at
     args = _Args(model=str(path), out_dir=str(tmp_path / "run"), **flags)
-    grid.main(args, lambda loaded: (examples or _examples(), {"book": data}))
+    grid.main(args, lambda loaded: (_examples() if examples is None else examples, {"book": data}))
     return list(asked)
 
   return run
@@ -224,7 +224,7 @@ def test_a_run_that_is_cut_short_anywhere_ends_as_if_it_had_not_been(ask, tmp_pa
       assert [_key(line) for line in found[0]] == [_key(line) for line in expected[0]]
       same = ("score", "limit_hits", "num_examples", "policy", "task", "decode_tokens_per_s")
       assert [[r[n] for n in same] for r in found[1]] == [[r[n] for n in same] for r in expected[1]]
-      assert len(json.loads((folder / "manifest.json").read_text())["resumed"]) == 1
+      assert len(_manifest(tmp_path)["resumed"]) == 1
 
 
 def _key(line):
@@ -275,14 +275,6 @@ def test_nothing_is_left_of_a_run_without_an_answer(ask, tmp_path):
   assert not (tmp_path / "run").exists()
 
 
-def test_only_the_first_examples_of_each_task(ask, tmp_path):
-  ask(limit=1)
-  assert {key[3:] for key in map(predictions.key_of, predictions.read_run(tmp_path / "run"))} == {
-    ("lookup", "l0"),
-    ("chain", "c0"),
-  }
-
-
 def test_another_run_in_the_folder(ask, tmp_path, monkeypatch, path):
   ask()
   with pytest.raises(
@@ -302,15 +294,68 @@ def test_another_run_in_the_folder(ask, tmp_path, monkeypatch, path):
     ask()
 
 
+@pytest.mark.parametrize("name", ["device", "backend"])
+def test_another_machine_does_not_go_on(ask, tmp_path, name):
+  ask()
+  path = tmp_path / "run" / "manifest.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {name: "another"}))
+  with pytest.raises(ValueError, match=f"another run: {name} was 'another' there and is"):
+    ask()
+
+
+def test_files_of_policies_are_part_of_the_run(ask, tmp_path):
+  policy, profile = tmp_path / "mine.py", tmp_path / "measured.npz"
+  code = (
+    "from kvjax.policies.dense import dense\ndef mine(*, profile='', late=0):\n  return dense()"
+  )
+  policy.write_text(code)
+  profile.write_bytes(b"1")
+  specs = [f"{policy}:profile={profile}"]
+  assert ask(policies=specs)
+  assert {str(policy), str(profile)} < set(_manifest(tmp_path)["data"])
+  assert ask(policies=specs) == []
+  profile.write_bytes(b"2")
+  with pytest.raises(ValueError, match=f"another run: the data {profile} was"):
+    ask(policies=specs)
+  profile.write_bytes(b"1")
+  policy.write_text(code + "  # another")
+  with pytest.raises(ValueError, match=f"another run: the data {policy} was"):
+    ask(policies=specs)
+
+
+def _manifest(tmp_path):
+  return json.loads((tmp_path / "run" / "manifest.json").read_text())
+
+
+def test_data_may_have_moved(ask, monkeypatch):
+  for place in ("a", "b"):
+    moved = dict.fromkeys(("data_dir", "text_file", "text_dir"), place)
+    monkeypatch.setattr(cli, "flag_values", lambda moved=moved: {"tasks": ["lookup"]} | moved)
+    assert bool(ask()) == (place == "a")
+
+
+def test_only_one_process_at_a_time(ask, tmp_path):
+  with pytest.raises(_Cut):
+    ask(3)
+  before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+  with resume.sole_writer(tmp_path / "run"):
+    with pytest.raises(ValueError, match=r"another process is writing to .*run; wait for it, or"):
+      ask()
+    with pytest.raises(ValueError, match="another process is writing"):
+      _together(ask)
+  assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+  assert len(ask()) == 6  # what the first had locked is free again
+
+
 def test_what_changed_since_the_run_began_is_told(ask, tmp_path, capsys):
   with pytest.raises(_Cut):
     ask(3)
   path = tmp_path / "run" / "manifest.json"
-  manifest = json.loads(path.read_text())
+  manifest = _manifest(tmp_path)
   path.write_text(json.dumps(manifest | {"commit": "an older one"}))
   ask()
   assert "warning: this is not as when the run began: commit" in capsys.readouterr().err
-  (resumed,) = json.loads(path.read_text())["resumed"]
+  (resumed,) = _manifest(tmp_path)["resumed"]
   assert resumed["commit"] == manifest["commit"] and "device" not in resumed
 
 
@@ -322,13 +367,17 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_answered(ask, tmp_path, mon
       if len(done) == 3:
         raise OSError("disk full")
       done.append(found)
-      predictions.append_lines(path, found)
+      append_lines(path, found)
 
-    patch.setattr(predictions, "append", full)
-    with pytest.raises(OSError, match="disk full"):
+    append_lines = results.append_lines
+    patch.setattr(results, "append_lines", full)
+    with pytest.raises(OSError, match="disk full") as error:
       ask()
   kept = predictions.read_run(tmp_path / "run")
-  assert len(kept) == sum(map(len, done))
+  assert len(kept) == sum(map(len, done)) == 6
+  where = tmp_path / "run"
+  (note,) = error.value.__notes__
+  assert note == f"6 answers are in {where}, go on with the same command and --out_dir={where}"
   assert len(ask()) == 8 - 3
 
 
@@ -393,5 +442,5 @@ def test_bad_examples(ask, tmp_path, change, complaint):
   with pytest.raises(ValueError, match=complaint):
     ask(examples=[change(examples[0]), *examples[1:]])
   with pytest.raises(ValueError, match="no examples"):
-    ask(examples=iter(()))
+    ask(examples=[])
   assert not (tmp_path / "run").exists()
