@@ -1,10 +1,8 @@
-"""Batches, and runs that are cut short or shared: every example is answered once, and the same."""
+"""Runs that are cut short, gone on with or shared: every example is answered once, and the same."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import random
 import shutil
 import threading
 import types
@@ -12,144 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eval import cli, grid, harness, loop, predictions, processes, results, resume, summary, tasks
-from kvjax import Generation, generate, make_policy
-from models import load
-from tests.models import tiny
-from tests.models.test_tokenizer import INFO, TOKENS
-
-NEW_TOKENS = (9, 4)  # of the two tasks
+from eval import cli, grid, harness, predictions, processes, results, resume, summary
+from kvjax import Generation
+from tests.eval import questions
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-  config = dataclasses.replace(tiny.tied(), vocab_size=len(TOKENS))
-  folder = tmp_path_factory.mktemp("model")
-  return tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=INFO)
-
-
-@pytest.fixture(scope="module")
-def loaded(path):
-  return load(str(path))
-
-
-def _examples(stop_ids=()):
-  """Two tasks of five and two examples, ragged, not in the order of their lengths."""
-  rng = random.Random(0)
-  lengths = {"lookup": (40, 7, 90, 33, 64), "chain": (21, 50)}
-  return [
-    tasks.Example(
-      task,
-      f"{task[0]}{place}",
-      [rng.randrange(4, len(TOKENS)) for _ in range(length)],
-      ("a", "z"),
-      new_tokens - place % 2,
-      5,
-      stop_ids=stop_ids,
-    )
-    for (task, sizes), new_tokens in zip(lengths.items(), NEW_TOKENS, strict=True)
-    for place, length in enumerate(sizes)
-  ]
-
-
-def _policies():
-  options = {"dense_layers": 0}
-  return [
-    (make_policy("dense"), "resident"),
-    (make_policy("quest", budget_tokens=16, **options), "resident"),
-  ]
-
-
-def _measured(made):
-  found, compile_s = [], {}
-  for fresh in loop.answers(made, loop.batches_of(made), set(), compile_s, quiet=True):
-    found += fresh
-  return {predictions.key_of(one): one for one in found}, loop.rows_of(made, found, compile_s)
-
-
-@pytest.fixture(scope="module")
-def policies():
-  return _policies()  # made once, so that what is compiled for them is found again
-
-
-@pytest.fixture(scope="module")
-def alone(loaded, policies):
-  return _measured(loop.make(loaded, policies, _examples()))
-
-
-def _said(answers):
-  return {
-    key: (one["pred"], one["score"], one["stopped"], one["output_tokens"])
-    for key, one in answers.items()
-  }
-
-
-@pytest.mark.parametrize("share_prefill", [False, True])
-def test_batch_mates_do_not_matter(loaded, policies, alone, share_prefill):
-  made = loop.make(loaded, policies, _examples(), batch_size=2, share_prefill=share_prefill)
-  answers, rows = _measured(made)
-  assert len(answers) == 14 and len({one["pred"] for one in answers.values()}) > 7
-  assert _said(answers) == _said(alone[0])
-  batches = {one["batch"] for one in answers.values()}
-  assert batches == {"l2", "l0", "l1", "c1"}  # the longest first; of five the last is alone
-  assert [row["score"] for row in rows] == [row["score"] for row in alone[1]]
-  assert {row["batch_size"] for row in rows} == {2}
-  assert all((row["ttft_s_p50"] is None) == share_prefill for row in rows)
-
-
-def test_tokens_that_end_a_task(loaded, policies):
-  """An answer that holds one ends before it; the others go on to their limit."""
-  runner = loop.make(loaded, policies[:1], _examples()).runners[0]
-  whole = {
-    one.id: generate(runner, loaded.params, [one.prompt_ids], max_new_tokens=one.new_tokens).tokens[
-      0
-    ]
-    for one in _examples()
-  }
-  first = {tokens[0] for tokens in whole.values()}  # which may not be a stop token
-  stop = next(token for token in whole["l0"] if token not in first)
-  answers = _measured(loop.make(loaded, policies[:1], _examples((stop,))))[0]
-  for one in answers.values():
-    tokens = whole[one["id"]]
-    cut = tokens[: tokens.index(stop)] if stop in tokens else tokens
-    assert one["pred"] == loaded.tokenizer.decode(cut)
-    assert one["stopped"] == (stop in tokens) and one["output_tokens"] == len(cut)
-  assert {one["stopped"] for one in answers.values()} == {True, False}
-
-
-def test_a_runner_compiles_before_the_clock_runs_for_each_way_to_end(loaded, policies, monkeypatch):
-  seen = []
-
-  def generate(runner, params, prompts, *, max_new_tokens, sampling=None, **options):
-    seen.append((max_new_tokens > 3, sampling))
-    return Generation([[5, 6, 7]] * len(prompts), [False] * len(prompts), 1.0, [0.5], None)
-
-  monkeypatch.setattr(harness, "generate", generate)
-  ends = {"lookup": (7,), "chain": ()}
-  examples = [one._replace(stop_ids=ends[one.task], new_tokens=9) for one in _examples()]
-  _measured(loop.make(loaded, policies[:1], examples))
-  compiled = [sampling for asked, sampling in seen if not asked]
-  assert len(compiled) == 2 == len(set(compiled))
-  first = {sampling: asked for asked, sampling in reversed(seen)}
-  assert list(first.values()) == [False, False]
-
-
-def _prediction(batch, ttft_s, step_s, output_tokens, stopped, **fields):
-  times = {"batch": batch, "ttft_s": ttft_s, "step_s": step_s, "prompt_tokens": 10}
-  return times | {"output_tokens": output_tokens, "stopped": stopped} | fields
-
-
-def test_times_of_a_batch_count_once():
-  together = [
-    _prediction("0", 2.0, [0.5, 0.5], 3, False),  # the first of the prefill, then two steps
-    _prediction("0", 2.0, [0.5, 0.5], 1, True),  # the first of the prefill, a stop token
-    _prediction("9", 4.0, [1.0], 2, False),
-  ]
-  speeds = harness.speeds(together)
-  assert speeds["prefill_tokens_per_s"] == 30 / 6.0
-  assert speeds["ttft_s_p50"] == 2.0 and speeds["tpot_s_p50"] == 0.5
-  assert speeds["decode_tokens_per_s"] == (2 + 1 + 1) / 2.0
-  assert harness.speeds([_prediction("0", None, [], 0, True)]) == {}
+  return questions.write_model(tmp_path_factory.mktemp("model"))
 
 
 class _Args(types.SimpleNamespace):
@@ -186,7 +54,9 @@ def ask(monkeypatch, path, tmp_path):
     asked.clear()
     of_thread.left = fails_at
     args = _Args(model=str(path), out_dir=str(tmp_path / "run"), **flags)
-    grid.main(args, lambda loaded: (_examples() if examples is None else examples, {"book": data}))
+    grid.main(
+      args, lambda loaded: (questions.examples() if examples is None else examples, {"book": data})
+    )
     return list(asked)
 
   return run
@@ -338,11 +208,9 @@ def test_only_one_process_at_a_time(ask, tmp_path):
   with pytest.raises(_Cut):
     ask(3)
   before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-  with resume.sole_writer(tmp_path / "run"):
-    with pytest.raises(ValueError, match=r"another process is writing to .*run; wait for it, or"):
-      ask()
-    with pytest.raises(ValueError, match="another process is writing"):
-      _together(ask)
+  complaint = r"another process is writing to .*run; wait for it, or"
+  with resume.sole_writer(tmp_path / "run"), pytest.raises(ValueError, match=complaint):
+    ask()
   assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
   assert len(ask()) == 6  # what the first had locked is free again
 
@@ -438,7 +306,7 @@ def test_one_process_ends_what_two_began(ask, tmp_path):
   ],
 )
 def test_bad_examples(ask, tmp_path, change, complaint):
-  examples = _examples()
+  examples = questions.examples()
   with pytest.raises(ValueError, match=complaint):
     ask(examples=[change(examples[0]), *examples[1:]])
   with pytest.raises(ValueError, match="no examples"):
