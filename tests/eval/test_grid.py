@@ -215,6 +215,22 @@ def test_only_one_process_at_a_time(ask, tmp_path):
   assert len(ask()) == 6  # what the first had locked is free again
 
 
+def test_a_run_that_begins_is_the_only_one_too(ask, tmp_path, monkeypatch):
+  append_lines, tried = results.append_lines, []
+
+  def append(path, found):
+    append_lines(path, found)
+    with (
+      pytest.raises(ValueError, match="another process is writing"),
+      resume.sole_writer(path.parent),
+    ):
+      pass
+    tried.append(path)
+
+  monkeypatch.setattr(results, "append_lines", append)
+  assert len(ask()) == len(tried) == 8
+
+
 def test_what_changed_since_the_run_began_is_told(ask, tmp_path, capsys):
   with pytest.raises(_Cut):
     ask(3)
