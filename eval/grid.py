@@ -149,12 +149,7 @@ def _run(
     if first and earlier:
       stack.enter_context(resume.sole_writer(out_dir))  # before anything is read
     found = predictions.read_run(out_dir)
-    done = {predictions.key_of(one) for one in found}
-    todo = [
-      pack
-      for pack in loop.batches_of(grid)
-      if any(loop.missing(runner, pack, done) for runner in grid.runners)
-    ]
+    todo = _unanswered(grid, found)
     if first and todo:
       print(plan.text(grid, manifest["data"], out_dir, len(found)), flush=True)
     processes.wait("all know what is answered", args)
@@ -172,6 +167,16 @@ def _run(
       policies = policy_files(args.policies)
       asked_of = [name for name in manifest["data"] if name not in policies]
       _finish(grid, out_dir, asked_of, compile_s)
+
+
+def _unanswered(grid: Grid, found: Sequence[Prediction]) -> list[list[Example]]:
+  """Batches of which some runner has not answered all."""
+  done = {predictions.key_of(one) for one in found}
+  return [
+    pack
+    for pack in loop.batches_of(grid)
+    if any(loop.missing(runner, pack, done) for runner in grid.runners)
+  ]
 
 
 def _resume(out_dir: Path, earlier: dict[str, Any], manifest: dict[str, Any]) -> None:
