@@ -42,7 +42,8 @@ def run(
 
   Bad flags, a `ValueError` that our own code raised, errors of the operating system (no such file,
   disk full) and lack of memory end with one line on stderr and exit code 2; an interrupt ends with
-  one line and 130. Any other exception is a defect and keeps its traceback.
+  one line and 130. Notes of an error of the system or an interrupt are part of its line. Any other
+  exception is a defect and keeps its traceback.
 
   Args:
     main: the command, given the parsed flags.
@@ -147,8 +148,8 @@ def _guarded(main: Callable[[flags.FlagValues], None], arguments: list[str]) -> 
   try:
     main(flags.FLAGS)
     _flush()  # here, where a reader that has gone is noticed in time
-  except KeyboardInterrupt:
-    _complain("interrupted", label="stopped")
+  except KeyboardInterrupt as error:
+    _complain(_with_notes("interrupted", error), label="stopped")
     return INTERRUPTED
   except BrokenPipeError:
     # Whoever read the output has gone; Python must not try to write the rest of it when it exits.
@@ -157,7 +158,7 @@ def _guarded(main: Callable[[flags.FlagValues], None], arguments: list[str]) -> 
     return BAD_INPUT
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""
-    _complain(f"{where}{error.strerror or error}")
+    _complain(_with_notes(f"{where}{error.strerror or error}", error))
     return BAD_INPUT
   except (MemoryError, jax.errors.JaxRuntimeError) as error:
     if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
@@ -179,6 +180,10 @@ def _is_ours(error: ValueError) -> bool:
     return False
   *_, (frame, _) = traceback.walk_tb(error.__traceback__)
   return frame.f_globals.get("__name__", "").partition(".")[0] in _OURS
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+  return "; ".join([message, *getattr(error, "__notes__", ())])
 
 
 def _complain(message: str, label: str = "error") -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from eval.loop import Grid
 from eval.predictions import Prediction
 from eval.run_throughput import pick_policies
 from eval.tasks import Example
+from kvjax.policies import split_spec
 from kvjax.types import Policy
 from models import Loaded, load
+from models.fetch import file_sha256
 
 flags.disclaim_key_flags()
 
@@ -50,7 +52,7 @@ def define_flags(name: str, policies: Sequence[str], budgets: Sequence[int]) -> 
   cli.define_model_flag()
   cli.define_policies_flags(policies, budgets)
   flags.DEFINE_integer("batch_size", 1, "Examples answered together.", lower_bound=1)
-  flags.DEFINE_integer("limit", None, "Most examples of each task; default: all.", lower_bound=1)
+  flags.DEFINE_integer("limit", None, "Most questions of each task; default: all.", lower_bound=1)
   flags.DEFINE_bool("share_prefill", False, "Prefill each prompt once for all policies.")
   cli.define_out_dir(name, "Folder for answers, rows, manifest and plots: new, or of a run to end.")
   processes.define_flags()
@@ -61,8 +63,8 @@ def main(args: flags.FlagValues, make_examples: MakeExamples) -> None:
 
   Args:
     args: the flags of `define_flags`.
-    make_examples: what is asked of a model, in the order of the tables, and the sha256 of each
-      file that it was made of by name.
+    make_examples: what is asked of a model, in the order of the tables and within --limit, and the
+      sha256 of each file that it was made of by name.
 
   Raises:
     ValueError: anything that cannot be done; before anything is compiled.
@@ -78,7 +80,6 @@ def main(args: flags.FlagValues, make_examples: MakeExamples) -> None:
   if loaded.tokenizer is None:
     raise ValueError(f"model {loaded.name} has no tokenizer to ask questions with; choose another")
   examples, data = make_examples(loaded)
-  examples = [one for group in loop.by_task(examples).values() for one in group[: args.limit]]
   grid = loop.make(
     loaded,
     policies,
@@ -87,11 +88,13 @@ def main(args: flags.FlagValues, make_examples: MakeExamples) -> None:
     batch_size=args.batch_size,
     share_prefill=args.share_prefill,
   )
-  manifest = results.make_manifest(cli.flag_values(), loaded, data)
+  files = {name: file_sha256(Path(name).expanduser()) for name in policy_files(args.policies)}
+  manifest = results.make_manifest(cli.flag_values(), loaded, data | files)
   if earlier:
-    known = {name: manifest[name] for name in ("command", "model", "data")}
-    resume.check_same_run(out_dir, earlier, **known)
-  _run(grid, out_dir, manifest, earlier, args)
+    known = ("command", "model", "data", "device", "backend")
+    resume.check_same_run(out_dir, earlier, **{name: manifest[name] for name in known})
+  with _told_what_is_kept(out_dir):
+    _run(grid, out_dir, manifest, earlier, args)
 
 
 def choose_policies(
@@ -110,6 +113,29 @@ def choose_policies(
   return sorted(picked, key=lambda one: one[0].name != "dense")
 
 
+def policy_files(specs: Sequence[str]) -> list[str]:
+  """Paths of the files that policies are made of: their own .py, and profiles."""
+  found = []
+  for name, options in map(split_spec, specs):
+    found += [name] * name.endswith(".py")
+    found += [options["profile"].strip("\"'")] if "profile" in options else []
+  return list(dict.fromkeys(path for path in found if Path(path).expanduser().is_file()))
+
+
+@contextlib.contextmanager
+def _told_what_is_kept(out_dir: Path) -> Generator[None]:
+  """Notes on what cuts a run short, as Ctrl-C or a full disk, where answers are; see `cli.run`."""
+  try:
+    yield
+  except (KeyboardInterrupt, OSError) as error:
+    count = len(predictions.read_run(out_dir))
+    if count:
+      error.add_note(
+        f"{count} answers are in {out_dir}, go on with the same command and --out_dir={out_dir}"
+      )
+    raise
+
+
 def _run(
   grid: Grid,
   out_dir: Path,
@@ -119,28 +145,38 @@ def _run(
 ) -> None:
   """What each process does; the first one makes the folder and the results."""
   first, alone = args.process_id == 0, args.num_processes == 1
-  found = predictions.read_run(out_dir)
-  done = {predictions.key_of(one) for one in found}
-  todo = [
-    pack
-    for pack in loop.batches_of(grid)
-    if any(loop.missing(runner, pack, done) for runner in grid.runners)
-  ]
-  if first and todo:
-    print(plan.text(grid, manifest["data"], out_dir, len(found)), flush=True)
-  processes.wait("all know what is answered", args)
   with contextlib.ExitStack() as stack:
-    if first and earlier is None:
+    if first and earlier:
+      stack.enter_context(resume.sole_writer(out_dir))  # before anything is read
+    found = predictions.read_run(out_dir)
+    todo = _unanswered(grid, found)
+    if first and todo:
+      print(plan.text(grid, manifest["data"], out_dir, len(found)), flush=True)
+    processes.wait("all know what is answered", args)
+    if first and not earlier:
       # Alone it can take the folder back; others may have written there already.
       stack.enter_context(results.run_folder(out_dir, manifest, keep=not alone))
+      stack.enter_context(resume.sole_writer(out_dir))
     elif first and todo:
       _resume(out_dir, earlier or {}, manifest)
     processes.wait("the folder is there", args)
     compile_s = _work(grid, out_dir, todo[args.process_id :: args.num_processes], found, args)
-  processes.wait("all is answered", args)
-  if first:
-    predictions.merge(out_dir)
-    _finish(grid, out_dir, manifest["data"], compile_s)
+    processes.wait("all is answered", args)
+    if first:
+      predictions.merge(out_dir)
+      policies = policy_files(args.policies)
+      asked_of = [name for name in manifest["data"] if name not in policies]
+      _finish(grid, out_dir, asked_of, compile_s)
+
+
+def _unanswered(grid: Grid, found: Sequence[Prediction]) -> list[list[Example]]:
+  """Batches of which some runner has not answered all."""
+  done = {predictions.key_of(one) for one in found}
+  return [
+    pack
+    for pack in loop.batches_of(grid)
+    if any(loop.missing(runner, pack, done) for runner in grid.runners)
+  ]
 
 
 def _resume(out_dir: Path, earlier: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -169,7 +205,7 @@ def _work(
   sizes = {task: len(group) for task, group in loop.by_task(grid.examples).items()}
   counts = Counter(map(loop.row_key, found))
   for fresh in loop.answers(grid, packs, done, compile_s, quiet=args.process_id > 0):
-    predictions.append(path, fresh)
+    results.append_lines(path, fresh)
     found += fresh
     key = loop.row_key(fresh[0])
     counts[key] += len(fresh)
@@ -179,7 +215,7 @@ def _work(
   return compile_s
 
 
-def _finish(grid: Grid, out_dir: Path, data: dict[str, str], compile_s: dict[int, float]) -> None:
+def _finish(grid: Grid, out_dir: Path, data: Sequence[str], compile_s: dict[int, float]) -> None:
   """Writes what is not written yet, and prints tables."""
   known = results.read_rows(out_dir)
   rows = loop.rows_of(grid, predictions.read_run(out_dir), compile_s, known)

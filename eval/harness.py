@@ -10,6 +10,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from eval import replay, results, tasks
 from eval.predictions import Prediction
@@ -30,14 +31,27 @@ def prompts(runner: Runner, batch: Sequence[Example]) -> list[list[int]]:
   return [example.prompt_ids for example in [*batch, *[batch[-1]] * missing]]
 
 
+def ending(loaded: Loaded, batch: Sequence[Example]) -> dict[str, Any]:
+  """The options stop_ids and sampling of `generate`: where the answers of a batch end.
+
+  Runners compile for each sampling. Where a task ends answers itself, none begins with such a
+  token (`Example.stop_ids`).
+  """
+  assert loaded.tokenizer is not None
+  stop_ids = {*loaded.tokenizer.eos_ids, *batch[0].stop_ids}
+  not_first = tuple(sorted(stop_ids)) if batch[0].stop_ids else ()
+  return {"stop_ids": stop_ids, "sampling": Sampling(not_first=not_first)}
+
+
 def compile_runner(
   loaded: Loaded, runner: Runner, batch: Sequence[Example], recording: Recording | None = None
 ) -> float:
-  """Seconds that it takes to compile a runner and to run it on the beginnings of prompts."""
+  """Seconds that it takes to compile a runner for a batch, run on the beginnings of its prompts."""
   begin = time.perf_counter()
   short = [prompt[: runner.chunk_tokens // 2] for prompt in prompts(runner, batch)]
   part = None if recording is None else recording._replace(prompts=short)
-  _generate(loaded, runner, short, part, max_new_tokens=_WARM_UP)
+  options = ending(loaded, batch) | {"stop_ids": ()}  # an early end would compile too little
+  _generate(loaded, runner, short, part, max_new_tokens=_WARM_UP, **options)
   return time.perf_counter() - begin
 
 
@@ -56,17 +70,14 @@ def ask(
   Returns:
     A prediction for each example, without its field `batch`.
   """
-  assert loaded.tokenizer is not None
-  stop_ids = {*loaded.tokenizer.eos_ids, *batch[0].stop_ids}
   result = _generate(
     loaded,
     runner,
     prompts(runner, batch),
     recording,
     max_new_tokens=max(example.new_tokens for example in batch),
-    stop_ids=stop_ids,
-    sampling=Sampling(not_first=tuple(sorted(stop_ids)) if batch[0].stop_ids else ()),
     progress=progress,
+    **ending(loaded, batch),
   )
   timing = {
     "ttft_s": None if recording else result.ttft_s,

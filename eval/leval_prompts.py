@@ -12,6 +12,7 @@ halves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from eval import exam, leval, prompts
@@ -62,7 +63,11 @@ _IN_THE_WORLD = "based on the real-world knowledge and facts up until your last 
 
 
 def examples(
-  tokenizer: Tokenizer, name: str, records: Sequence[Record], prompt_tokens: int
+  tokenizer: Tokenizer,
+  name: str,
+  records: Sequence[Record],
+  prompt_tokens: int,
+  limit: int | None = None,
 ) -> Iterator[Example]:
   """The questions of a task, document by document.
 
@@ -71,33 +76,40 @@ def examples(
     name: the task.
     records: lines of its file, with `leval.FIELDS`.
     prompt_tokens: most tokens of a prompt.
+    limit: most questions; None for all. Both halves of one of sci_fi count as one.
 
   Raises:
     ValueError: no such task, a document without a question, with a blank one or with more or fewer
       answers than questions, or too few tokens for a prompt.
   """
   leval.task_of(name)
-  for index, record in enumerate(records):
-    if record["evaluation"] in leval.METRICS:
-      yield from _of_document(tokenizer, name, str(index), record, prompt_tokens)
+  questions = (
+    question
+    for index, record in enumerate(records)
+    if record["evaluation"] in leval.METRICS
+    for question in _of_document(tokenizer, name, str(index), record, prompt_tokens)
+  )
+  yield from itertools.chain.from_iterable(itertools.islice(questions, limit))
 
 
 def _of_document(
   tokenizer: Tokenizer, name: str, index: str, record: Record, most: int
-) -> Iterator[Example]:
+) -> Iterator[list[Example]]:
+  """Each of its questions: one example, or the two of sci_fi."""
   pairs, document = _pairs(f"{name}, record {index}", record), record["input"]
   # All questions of a document get the same part of it: what the longest has room for.
   document = _cut(tokenizer, name, document, max(pairs, key=lambda pair: len(pair[0])), most)
   for number, pair in enumerate(pairs):
     part = _cut(tokenizer, name, document, pair, most)
     text, tail = _prompt(tokenizer, name, part, *pair)
+    place = f"{index}-{number}"
     if name != "sci_fi":
-      yield _example(tokenizer, name, f"{index}-{number}", text, tail, pair[1])
+      yield [_example(tokenizer, name, place, text, tail, pair[1])]
       continue
     story, fact = exam.halves(pair[1])
-    yield _example(tokenizer, name, f"{index}-{number}", text, tail, story)
+    first = _example(tokenizer, name, place, text, tail, story)
     text, tail = _fact_prompt(tokenizer, pair[0])
-    yield _example(tokenizer, name, f"{index}-{number}-fact", text, tail, fact or "")
+    yield [first, _example(tokenizer, name, f"{place}-fact", text, tail, fact or "")]
 
 
 def _pairs(place: str, record: Record) -> list[tuple[str, str]]:

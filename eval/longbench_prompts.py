@@ -23,7 +23,11 @@ from models import Tokenizer
 
 
 def examples(
-  tokenizer: Tokenizer, name: str, records: Sequence[Record], prompt_tokens: int
+  tokenizer: Tokenizer,
+  name: str,
+  records: Sequence[Record],
+  prompt_tokens: int,
+  limit: int | None = None,
 ) -> Iterator[Example]:
   """The questions of a task.
 
@@ -32,11 +36,12 @@ def examples(
     name: the task.
     records: lines of its file, with `longbench.FIELDS`.
     prompt_tokens: most tokens of a prompt.
+    limit: most questions; None for all.
 
   Raises:
     ValueError: no such task, or too few tokens for a prompt.
   """
-  for index, record in enumerate(records):
+  for index, record in enumerate(records[:limit]):
     yield _example(tokenizer, name, str(index), record, prompt_tokens)
 
 

@@ -120,10 +120,12 @@ def answers(
     grid: what is common.
     packs: of `batches`.
     done: keys of answers that are there; where others of their batch are not, all of it is asked.
-    compile_s: is given the seconds that each runner took to compile, by its place.
+    compile_s: is given the seconds that each runner took to compile, by its place; tasks that end
+      their answers otherwise add to them.
     quiet: shows no progress.
   """
   total = sum(len(missing(runner, pack, done)) for pack in packs for runner in grid.runners)
+  compiled = set()
   slow = 0.5 if sys.stderr.isatty() else 30.0  # a log needs fewer lines than a terminal
   with tqdm(total=total, unit="answer", mininterval=slow, smoothing=0.1, disable=quiet) as bar:
     for pack in packs:
@@ -136,12 +138,16 @@ def answers(
           bar.set_description(f"prefill {pack[0].task}")
           prompts = harness.prompts(grid.recorder, pack)
           recording = replay.record(grid.recorder, grid.loaded.params, prompts)
-        if place not in compile_s:
+        variant = (place, harness.ending(grid.loaded, pack)["sampling"])
+        if variant not in compiled:
           bar.set_description(f"{_label(runner)} compiling")
-          compile_s[place] = harness.compile_runner(grid.loaded, runner, pack, recording)
+          seconds = harness.compile_runner(grid.loaded, runner, pack, recording)
+          compile_s[place] = compile_s.get(place, 0.0) + seconds
+          compiled.add(variant)
         bar.set_description(f"{_label(runner)} {pack[0].task}")
         given = harness.ask(grid.loaded, runner, pack, recording)
-        fresh = [one | {"batch": left[0]} for one in given if one["id"] in left]
+        # Named after its first example whatever is left of it, so that its times count once.
+        fresh = [one | {"batch": pack[0].id} for one in given if one["id"] in left]
         bar.update(len(fresh))
         yield fresh
     bar.set_description("done")
@@ -159,9 +165,9 @@ def rows_of(
     grid: what is common.
     found: answers, each once.
     compile_s: see `answers`.
-    known: rows that were made before, which stay as they are.
+    known: rows that were made before, for the seconds of compiling, which no answer holds.
   """
-  kept = {row_key(row): row for row in known}
+  kept = {row_key(row): row["compile_s"] for row in known}
   given: dict[tuple, list[Prediction]] = {}
   for one in found:
     given.setdefault(row_key(one), []).append(one)
@@ -170,8 +176,8 @@ def rows_of(
     for place, runner in enumerate(grid.runners):
       key = row_key(harness.case_of(runner) | {"task": task})
       if len(given.get(key, ())) == len(group):
-        seconds = compile_s.get(place)
-        row = kept.get(key) or harness.task_row(grid.loaded, runner, group, given[key], seconds)
+        seconds = kept.get(key, compile_s.get(place))
+        row = harness.task_row(grid.loaded, runner, group, given[key], seconds)
         rows.append(summary.compare(row, rows))
   return rows
 

@@ -16,14 +16,14 @@ from types import NoneType
 from typing import Any
 
 from eval import jsonl
-from eval.results import PREDICTIONS, append_lines, write_atomically
+from eval.results import PREDICTIONS, write_atomically
 
 Prediction = dict[str, Any]
 Key = tuple[str, str, int | None, str, str]
 
 # Field -> what JSON may hold there. score is 0 to 1, stopped whether the model ended the answer;
 # ttft_s and step_s are seconds of the whole batch, which all answers of a `batch` share and which
-# count once; ttft_s is null where the prefill was shared. A batch is named after one of its ids.
+# count once; ttft_s is null where the prefill was shared. A batch is named after its first example.
 FIELDS: dict[str, tuple[type, ...]] = {
   "policy": (str,),
   "store": (str,),
@@ -56,18 +56,13 @@ def key_of(prediction: Prediction) -> Key:
   return tuple(prediction[name] for name in names)  # pyrefly: ignore[bad-return]
 
 
-def append(path: Path, predictions: Iterable[Prediction]) -> None:
-  """Adds answers to a file: on the disk when this returns, none of them when it raises."""
-  append_lines(path, predictions)
-
-
 def read(path: Path) -> list[Prediction]:
   """The answers of a file, of several to the same question the first.
 
   A last line without its end was being written when a run was killed, and is left out.
 
   Raises:
-    ValueError: any other line is not what `append` writes.
+    ValueError: any other line is not whole, or no answer.
   """
   *lines, _ = path.read_bytes().split(b"\n")
   found = []

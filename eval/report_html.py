@@ -277,6 +277,8 @@ def _run(run: Run) -> str:
     "data sha256": _pairs(known.get("data")),
     "results": f"{len(run.rows)} rows, {len(run.predictions)} predictions",
   }
+  if known.get("resumed"):
+    facts["gone on with"] = _resumed(known["resumed"], known.get("commit"))
   if simulated:
     facts["simulated"] = f"{simulated} of {len(run.rows)} rows, by a cost model"
   listed = "".join(
@@ -289,6 +291,18 @@ def _run(run: Run) -> str:
   )
   command = f'<pre class="command">{text(command_line(run))}</pre>'
   return f"<h3>{text(run.name)}</h3>\n{command}\n<dl>{listed}</dl>\n{torn}"
+
+
+def _resumed(times: Any, commit: Any) -> str | None:
+  """When a run was gone on with, at which commit, and what else was then not as when it began."""
+  if not isinstance(times, list) or not all(isinstance(one, Mapping) for one in times):
+    return None
+  return "; ".join(_going_on({"commit": commit} | one) for one in map(dict, times))
+
+
+def _going_on(one: Mapping[str, Any]) -> str:
+  facts = [f"{name} {_pairs(value) or value}" for name, value in one.items() if name != "utc"]
+  return f"{one.get('utc', '-')} ({', '.join(facts)})"
 
 
 def _and(value: Any, more: str) -> str | None:

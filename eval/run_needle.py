@@ -36,25 +36,13 @@ def define_flags() -> None:
 
 def main(args: flags.FlagValues) -> None:
   """Checks everything, says what will be done, does it."""
-  names = choose_tasks(args.tasks)
+  names = tasks.choose(args.tasks)
 
   def make_examples(loaded: Loaded) -> tuple[list[Example], dict[str, str]]:
     text, name, digest = _document(args.text_file, args.text_dir)
     return _examples(loaded, names, text, args), {name: digest}
 
   grid.main(args, make_examples)
-
-
-def choose_tasks(names: Sequence[str]) -> list[str]:
-  """The tasks, checked.
-
-  Raises:
-    ValueError: none, one that is unknown, or one that comes twice.
-  """
-  if not names or len(set(names)) != len(names):
-    raise ValueError(f"--tasks={','.join(names)}: expected names, each of them once")
-  tasks.check_names(names)
-  return list(names)
 
 
 def _document(text_file: str | None, text_dir: str | None) -> tuple[str, str, str]:
@@ -92,6 +80,7 @@ def _examples(
     tokens=args.prompt_tokens,
     num_samples=args.num_samples,
     seed=args.seed,
+    limit=args.limit,
   )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,8 @@ class Suite(NamedTuple):
     find: folder and task -> the task's file.
     fields: of a record of such a file.
     new_tokens: task -> most tokens of an answer.
-    examples: tokenizer, task, records and most tokens of a prompt -> its examples.
+    examples: tokenizer, task, records, most tokens of a prompt and most questions (None for all) ->
+      its examples.
     fetch: downloads the files of some tasks into a folder.
   """
 
@@ -38,7 +38,7 @@ class Suite(NamedTuple):
   find: Callable[[Path, str], Path]
   fields: jsonl.Fields
   new_tokens: Callable[[str], int]
-  examples: Callable[[Tokenizer, str, Sequence[Record], int], Iterator[Example]]
+  examples: Callable[[Tokenizer, str, Sequence[Record], int, int | None], Iterator[Example]]
   fetch: Callable[[Sequence[str], Path], None]
 
 
@@ -59,7 +59,7 @@ def define_flags(suite: Suite) -> None:
 
 def main(args: flags.FlagValues, suite: Suite) -> None:
   """Reads the data, before the model; then as `grid.main`."""
-  names = choose(suite, args.tasks)
+  names = tasks.choose(args.tasks, suite.tasks)
   paths = files(suite, names, args.data_dir, args.download)
   records = {name: jsonl.read(path, suite.fields) for name, path in paths.items()}
   hashes = {path.name: file_sha256(path) for path in paths.values()}
@@ -67,20 +67,6 @@ def main(args: flags.FlagValues, suite: Suite) -> None:
     args,
     lambda loaded: (make_examples(suite, loaded, records, args.prompt_tokens, args.limit), hashes),
   )
-
-
-def choose(suite: Suite, names: Sequence[str]) -> list[str]:
-  """The tasks, checked.
-
-  Raises:
-    ValueError: none, one that is unknown, or one that comes twice.
-  """
-  if not names or len(set(names)) != len(names):
-    raise ValueError(f"--tasks={','.join(names)}: expected names, each of them once")
-  for name in names:
-    if name not in suite.tasks:
-      raise ValueError(f"unknown task {name!r}, expected some of {', '.join(suite.tasks)}")
-  return list(names)
 
 
 def files(
@@ -121,7 +107,7 @@ def make_examples(
     loaded: the model that will be asked, with a tokenizer.
     records: of each task.
     prompt_tokens: most tokens of a prompt; None for as many as the model has room for.
-    limit: most examples of each task; None for all.
+    limit: most questions of each task; None for all.
 
   Raises:
     ValueError: more tokens than the model has room for, or too few for a question; a task without
@@ -134,8 +120,7 @@ def make_examples(
   for name, lines in records.items():
     context = loaded.model.config.max_tokens
     most = prompts.room(loaded.name, context, prompt_tokens, suite.new_tokens(name))
-    made = suite.examples(loaded.tokenizer, name, lines, most)
-    some = list(itertools.islice(made, limit))
+    some = list(suite.examples(loaded.tokenizer, name, lines, most, limit))
     if not some:
       raise ValueError(f"{name} has no question that can be scored without a judge; leave it out")
     _check_scores(some)

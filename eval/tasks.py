@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from eval import leval, longbench, needle, recall, ruler
+from eval import leval, longbench, needle, prompts, recall, ruler
 from models import Tokenizer
 
 TASKS = (*ruler.TASKS, *recall.TASKS)
@@ -54,6 +54,7 @@ def make_examples(
   tokens: int,
   num_samples: int,
   seed: int = 0,
+  limit: int | None = None,
 ) -> list[Example]:
   """The examples of some tasks, task by task.
 
@@ -67,6 +68,7 @@ def make_examples(
     tokens: most tokens of a prompt, the answer not counted; prompts come as near as they can.
     num_samples: examples of each task.
     seed: of everything that is random.
+    limit: only the first of them; they are the same as among all.
 
   Raises:
     ValueError: no such task, too short a text for `tokens`, or too few of them for a question.
@@ -75,7 +77,7 @@ def make_examples(
   sentences, book = needle.split_sentences(text), recall.plain(text)
   examples = []
   for name in names:
-    for index in range(num_samples):
+    for index in range(num_samples)[:limit]:
       rng = random.Random(f"{name} {seed} {index}")
       depth = (index + 0.5) / num_samples
       if name in recall.TASKS:
@@ -86,11 +88,25 @@ def make_examples(
   return examples
 
 
-def check_names(names: Sequence[str]) -> None:
+def choose(names: Sequence[str], known: Sequence[str] = TASKS) -> list[str]:
+  """What --tasks names, checked.
+
+  Raises:
+    ValueError: none, one that is unknown, or one that comes twice.
+  """
+  if not names:
+    raise ValueError(f"--tasks is empty, expected some of {', '.join(known)}")
+  if len(set(names)) != len(names):
+    raise ValueError(f"--tasks={','.join(names)}: expected names, each of them once")
+  check_names(names, known)
+  return list(names)
+
+
+def check_names(names: Sequence[str], known: Sequence[str] = TASKS) -> None:
   """Raises ValueError if there is no such task."""
   for name in names:
-    if name not in TASKS:
-      raise ValueError(f"unknown task {name!r}, expected some of {', '.join(TASKS)}")
+    if name not in known:
+      raise ValueError(f"unknown task {name!r}, expected some of {', '.join(known)}")
 
 
 def score(
@@ -148,7 +164,7 @@ def _ruler(
 
   ids = needle.longest_prompt(tokenizer, prompt, problem.largest, tokens)
   tail = tokenizer.decode(ids, skip_special=False).rpartition(problem.question)[2]
-  question = _length(tokenizer, problem.question + tail)
+  question = prompts.num_tokens(tokenizer, problem.question + tail)
   chat = tokenizer.chat_template is not None
   return Example(name, "", ids, problem.references, problem.new_tokens, question, chat=chat)
 
@@ -164,11 +180,6 @@ def _recall(
     "",
     ids,
     tuple(built.answer.split(">")),
-    new_tokens=_length(tokenizer, built.answer),
-    question_tokens=_length(tokenizer, built.prompt.rpartition("\n")[2]),
+    new_tokens=prompts.num_tokens(tokenizer, built.answer),
+    question_tokens=prompts.num_tokens(tokenizer, built.prompt.rpartition("\n")[2]),
   )
-
-
-def _length(tokenizer: Tokenizer, text: str) -> int:
-  """Tokens of a text in the midst of others."""
-  return len(tokenizer.encode(text)) - tokenizer.add_bos

@@ -108,6 +108,13 @@ def test_errors_of_the_system(capsys, error, code, line):
   assert err.startswith(line) and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_notes_are_part_of_the_line(capsys, error):
+  error.add_note("3 answers are in x")
+  cli._guarded(_raise(error), [])
+  assert capsys.readouterr().err.endswith("; 3 answers are in x\n")
+
+
 def test_a_reader_that_goes_away():
   read, write = os.pipe()
   os.close(read)

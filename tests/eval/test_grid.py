@@ -1,10 +1,8 @@
-"""Batches, and runs that are cut short or shared: every example is answered once, and the same."""
+"""Runs that are cut short, gone on with or shared: every example is answered once, and the same."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import random
 import shutil
 import threading
 import types
@@ -12,133 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eval import cli, grid, harness, loop, predictions, processes, results, summary, tasks
-from kvjax import Generation, generate, make_policy
-from models import load
-from tests.models import tiny
-from tests.models.test_tokenizer import INFO, TOKENS
-
-NEW_TOKENS = (9, 4)  # of the two tasks
+from eval import cli, grid, harness, predictions, processes, results, resume, summary
+from kvjax import Generation
+from tests.eval import questions
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-  config = dataclasses.replace(tiny.tied(), vocab_size=len(TOKENS))
-  folder = tmp_path_factory.mktemp("model")
-  return tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=INFO)
-
-
-@pytest.fixture(scope="module")
-def loaded(path):
-  return load(str(path))
-
-
-def _examples(stop_ids=()):
-  """Two tasks of five and two examples, ragged, not in the order of their lengths."""
-  rng = random.Random(0)
-  lengths = {"lookup": (40, 7, 90, 33, 64), "chain": (21, 50)}
-  return [
-    tasks.Example(
-      task,
-      f"{task[0]}{place}",
-      [rng.randrange(4, len(TOKENS)) for _ in range(length)],
-      ("a", "z"),
-      new_tokens - place % 2,
-      5,
-      stop_ids=stop_ids,
-    )
-    for (task, sizes), new_tokens in zip(lengths.items(), NEW_TOKENS, strict=True)
-    for place, length in enumerate(sizes)
-  ]
-
-
-def _policies():
-  options = {"dense_layers": 0}
-  return [
-    (make_policy("dense"), "resident"),
-    (make_policy("quest", budget_tokens=16, **options), "resident"),
-  ]
-
-
-def _measured(made):
-  found, compile_s = [], {}
-  for fresh in loop.answers(made, loop.batches_of(made), set(), compile_s, quiet=True):
-    found += fresh
-  return {predictions.key_of(one): one for one in found}, loop.rows_of(made, found, compile_s)
-
-
-@pytest.fixture(scope="module")
-def policies():
-  return _policies()  # made once, so that what is compiled for them is found again
-
-
-@pytest.fixture(scope="module")
-def alone(loaded, policies):
-  return _measured(loop.make(loaded, policies, _examples()))
-
-
-def _said(answers):
-  return {
-    key: (one["pred"], one["score"], one["stopped"], one["output_tokens"])
-    for key, one in answers.items()
-  }
-
-
-@pytest.mark.parametrize("share_prefill", [False, True])
-def test_batch_mates_do_not_matter(loaded, policies, alone, share_prefill):
-  made = loop.make(loaded, policies, _examples(), batch_size=2, share_prefill=share_prefill)
-  answers, rows = _measured(made)
-  assert len(answers) == 14 and len({one["pred"] for one in answers.values()}) > 7
-  assert _said(answers) == _said(alone[0])
-  batches = {one["batch"] for one in answers.values()}
-  assert batches == {"l2", "l0", "l1", "c1"}  # the longest first; of five the last is alone
-  assert [row["score"] for row in rows] == [row["score"] for row in alone[1]]
-  assert {row["batch_size"] for row in rows} == {2}
-  assert all((row["ttft_s_p50"] is None) == share_prefill for row in rows)
-
-
-def test_tokens_that_end_a_task(loaded, policies):
-  """An answer that holds one ends before it; the others go on to their limit."""
-  runner = loop.make(loaded, policies[:1], _examples()).runners[0]
-  whole = {
-    one.id: generate(runner, loaded.params, [one.prompt_ids], max_new_tokens=one.new_tokens).tokens[
-      0
-    ]
-    for one in _examples()
-  }
-  stop = whole["l0"][2]
-  answers = _measured(loop.make(loaded, policies[:1], _examples((stop,))))[0]
-  for one in answers.values():
-    tokens = whole[one["id"]]
-    cut = tokens[: tokens.index(stop)] if stop in tokens else tokens
-    assert one["pred"] == loaded.tokenizer.decode(cut)
-    assert one["stopped"] == (stop in tokens) and one["output_tokens"] == len(cut)
-  assert {one["stopped"] for one in answers.values()} == {True, False}
-
-
-def _prediction(batch, ttft_s, step_s, output_tokens, stopped, **fields):
-  times = {"batch": batch, "ttft_s": ttft_s, "step_s": step_s, "prompt_tokens": 10}
-  return times | {"output_tokens": output_tokens, "stopped": stopped} | fields
-
-
-def test_times_of_a_batch_count_once():
-  together = [
-    _prediction("0", 2.0, [0.5, 0.5], 3, False),  # the first of the prefill, then two steps
-    _prediction("0", 2.0, [0.5, 0.5], 1, True),  # the first of the prefill, a stop token
-    _prediction("9", 4.0, [1.0], 2, False),
-  ]
-  speeds = harness.speeds(together)
-  assert speeds["prefill_tokens_per_s"] == 30 / 6.0
-  assert speeds["ttft_s_p50"] == 2.0 and speeds["tpot_s_p50"] == 0.5
-  assert speeds["decode_tokens_per_s"] == (2 + 1 + 1) / 2.0
-  assert harness.speeds([_prediction("0", None, [], 0, True)]) == {}
+  return questions.write_model(tmp_path_factory.mktemp("model"))
 
 
 class _Args(types.SimpleNamespace):
   """Parsed flags that are not global."""
 
   policies, stores, budget_tokens = ["dense", "quest:dense_layers=0"], [], ["16"]
-  page_size, batch_size, limit, share_prefill = 16, 2, None, False
+  page_size, batch_size, share_prefill = 16, 2, False
   num_processes, process_id, coordinator_address = 1, 0, None
 
 
@@ -168,7 +54,9 @@ def ask(monkeypatch, path, tmp_path):
     asked.clear()
     of_thread.left = fails_at
     args = _Args(model=str(path), out_dir=str(tmp_path / "run"), **flags)
-    grid.main(args, lambda loaded: (examples or _examples(), {"book": data}))
+    grid.main(
+      args, lambda loaded: (questions.examples() if examples is None else examples, {"book": data})
+    )
     return list(asked)
 
   return run
@@ -204,9 +92,9 @@ def test_a_run_that_is_cut_short_anywhere_ends_as_if_it_had_not_been(ask, tmp_pa
       assert set(again) | set(whole_run[: fails_at - 1]) == set(whole_run)
       found = _run_files(folder)
       assert [_key(line) for line in found[0]] == [_key(line) for line in expected[0]]
-      same = ("score", "limit_hits", "num_examples", "policy", "task")
+      same = ("score", "limit_hits", "num_examples", "policy", "task", "decode_tokens_per_s")
       assert [[r[n] for n in same] for r in found[1]] == [[r[n] for n in same] for r in expected[1]]
-      assert len(json.loads((folder / "manifest.json").read_text())["resumed"]) == 1
+      assert len(_manifest(tmp_path)["resumed"]) == 1
 
 
 def _key(line):
@@ -232,6 +120,14 @@ def test_a_run_that_only_lost_its_rows_makes_them_again(ask, tmp_path):
   assert _run_files(tmp_path / "run")[1] == rows
 
 
+def test_rows_follow_the_answers_and_keep_the_seconds_of_compiling(ask, tmp_path):
+  ask()
+  rows = results.read_rows(tmp_path / "run")
+  results.write_rows(tmp_path / "run", [row | {"score": 0.25, "x": 1} for row in rows])
+  assert ask() == []
+  assert results.read_rows(tmp_path / "run") == rows and rows[0]["compile_s"] is not None
+
+
 def test_a_row_is_there_as_soon_as_its_task_is_complete(ask, tmp_path):
   with pytest.raises(_Cut):
     ask(7)  # the first batch of the second task
@@ -247,14 +143,6 @@ def test_nothing_is_left_of_a_run_without_an_answer(ask, tmp_path):
   with pytest.raises(_Cut):
     ask(1)
   assert not (tmp_path / "run").exists()
-
-
-def test_only_the_first_examples_of_each_task(ask, tmp_path):
-  ask(limit=1)
-  assert {key[3:] for key in map(predictions.key_of, predictions.read_run(tmp_path / "run"))} == {
-    ("lookup", "l0"),
-    ("chain", "c0"),
-  }
 
 
 def test_another_run_in_the_folder(ask, tmp_path, monkeypatch, path):
@@ -276,15 +164,82 @@ def test_another_run_in_the_folder(ask, tmp_path, monkeypatch, path):
     ask()
 
 
+@pytest.mark.parametrize("name", ["device", "backend"])
+def test_another_machine_does_not_go_on(ask, tmp_path, name):
+  ask()
+  path = tmp_path / "run" / "manifest.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {name: "another"}))
+  with pytest.raises(ValueError, match=f"another run: {name} was 'another' there and is"):
+    ask()
+
+
+def test_files_of_policies_are_part_of_the_run(ask, tmp_path):
+  policy, profile = tmp_path / "mine.py", tmp_path / "measured.npz"
+  code = (
+    "from kvjax.policies.dense import dense\ndef mine(*, profile='', late=0):\n  return dense()"
+  )
+  policy.write_text(code)
+  profile.write_bytes(b"1")
+  specs = [f"{policy}:profile={profile}"]
+  assert ask(policies=specs)
+  assert {str(policy), str(profile)} < set(_manifest(tmp_path)["data"])
+  assert ask(policies=specs) == []
+  profile.write_bytes(b"2")
+  with pytest.raises(ValueError, match=f"another run: the data {profile} was"):
+    ask(policies=specs)
+  profile.write_bytes(b"1")
+  policy.write_text(code + "  # another")
+  with pytest.raises(ValueError, match=f"another run: the data {policy} was"):
+    ask(policies=specs)
+
+
+def _manifest(tmp_path):
+  return json.loads((tmp_path / "run" / "manifest.json").read_text())
+
+
+def test_data_may_have_moved(ask, monkeypatch):
+  for place in ("a", "b"):
+    moved = dict.fromkeys(("data_dir", "text_file", "text_dir"), place)
+    monkeypatch.setattr(cli, "flag_values", lambda moved=moved: {"tasks": ["lookup"]} | moved)
+    assert bool(ask()) == (place == "a")
+
+
+def test_only_one_process_at_a_time(ask, tmp_path):
+  with pytest.raises(_Cut):
+    ask(3)
+  before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+  complaint = r"another process is writing to .*run; wait for it, or"
+  with resume.sole_writer(tmp_path / "run"), pytest.raises(ValueError, match=complaint):
+    ask()
+  assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+  assert len(ask()) == 6  # what the first had locked is free again
+
+
+def test_a_run_that_begins_is_the_only_one_too(ask, tmp_path, monkeypatch):
+  append_lines, tried = results.append_lines, []
+
+  def append(path, found):
+    append_lines(path, found)
+    with (
+      pytest.raises(ValueError, match="another process is writing"),
+      resume.sole_writer(path.parent),
+    ):
+      pass
+    tried.append(path)
+
+  monkeypatch.setattr(results, "append_lines", append)
+  assert len(ask()) == len(tried) == 8
+
+
 def test_what_changed_since_the_run_began_is_told(ask, tmp_path, capsys):
   with pytest.raises(_Cut):
     ask(3)
   path = tmp_path / "run" / "manifest.json"
-  manifest = json.loads(path.read_text())
+  manifest = _manifest(tmp_path)
   path.write_text(json.dumps(manifest | {"commit": "an older one"}))
   ask()
   assert "warning: this is not as when the run began: commit" in capsys.readouterr().err
-  (resumed,) = json.loads(path.read_text())["resumed"]
+  (resumed,) = _manifest(tmp_path)["resumed"]
   assert resumed["commit"] == manifest["commit"] and "device" not in resumed
 
 
@@ -296,13 +251,17 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_answered(ask, tmp_path, mon
       if len(done) == 3:
         raise OSError("disk full")
       done.append(found)
-      predictions.append_lines(path, found)
+      append_lines(path, found)
 
-    patch.setattr(predictions, "append", full)
-    with pytest.raises(OSError, match="disk full"):
+    append_lines = results.append_lines
+    patch.setattr(results, "append_lines", full)
+    with pytest.raises(OSError, match="disk full") as error:
       ask()
   kept = predictions.read_run(tmp_path / "run")
-  assert len(kept) == sum(map(len, done))
+  assert len(kept) == sum(map(len, done)) == 6
+  where = tmp_path / "run"
+  (note,) = error.value.__notes__
+  assert note == f"6 answers are in {where}, go on with the same command and --out_dir={where}"
   assert len(ask()) == 8 - 3
 
 
@@ -363,9 +322,9 @@ def test_one_process_ends_what_two_began(ask, tmp_path):
   ],
 )
 def test_bad_examples(ask, tmp_path, change, complaint):
-  examples = _examples()
+  examples = questions.examples()
   with pytest.raises(ValueError, match=complaint):
     ask(examples=[change(examples[0]), *examples[1:]])
   with pytest.raises(ValueError, match="no examples"):
-    ask(examples=iter(()))
+    ask(examples=[])
   assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from eval import predictions
+from eval import predictions, results
 
 ANSWER = {
   "policy": "quest",
@@ -33,21 +33,21 @@ OTHERS = [ANSWER | {"id": "4"}, ANSWER | {"policy": "dense", "budget_tokens": No
 
 def test_what_is_written_is_read(tmp_path):
   path = tmp_path / "predictions.jsonl"
-  predictions.append(path, [ANSWER])
-  predictions.append(path, OTHERS)
+  results.append_lines(path, [ANSWER])
+  results.append_lines(path, OTHERS)
   assert predictions.read(path) == [ANSWER, *OTHERS]
   assert len(path.read_bytes().splitlines()) == 3
 
 
 def test_the_first_of_several_answers_counts(tmp_path):
   path = tmp_path / "predictions.jsonl"
-  predictions.append(path, [ANSWER, OTHERS[0], ANSWER | {"pred": "another"}])
+  results.append_lines(path, [ANSWER, OTHERS[0], ANSWER | {"pred": "another"}])
   assert predictions.read(path) == [ANSWER, OTHERS[0]]
 
 
 def test_a_line_that_was_being_written_is_cut_off(tmp_path):
   path = tmp_path / "predictions.jsonl"
-  predictions.append(path, [ANSWER, *OTHERS])
+  results.append_lines(path, [ANSWER, *OTHERS])
   whole = path.read_bytes()
   ends = [n for n, byte in enumerate(whole) if byte == ord("\n")]
   for size in (0, 1, ends[0], ends[0] + 1, ends[1] - 1, ends[1] + 2, len(whole) - 1, len(whole)):
@@ -56,7 +56,7 @@ def test_a_line_that_was_being_written_is_cut_off(tmp_path):
     assert predictions.read(path) == expected
     predictions.cut_torn_line(path)
     assert whole.startswith(path.read_bytes())
-    predictions.append(path, OTHERS[:1])
+    results.append_lines(path, OTHERS[:1])
     assert predictions.read(path) == (expected if OTHERS[0] in expected else [*expected, OTHERS[0]])
   predictions.cut_torn_line(tmp_path / "none")
   assert not (tmp_path / "none").exists()
@@ -64,7 +64,7 @@ def test_a_line_that_was_being_written_is_cut_off(tmp_path):
 
 def test_a_full_disk_takes_a_batch_back(tmp_path, monkeypatch):
   path = tmp_path / "predictions.jsonl"
-  predictions.append(path, [ANSWER])
+  results.append_lines(path, [ANSWER])
 
   def full(descriptor):
     raise OSError(errno.ENOSPC, "disk full")
@@ -72,10 +72,10 @@ def test_a_full_disk_takes_a_batch_back(tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="disk full") as caught:
-      predictions.append(path, OTHERS)
+      results.append_lines(path, OTHERS)
   assert (caught.value.filename, caught.value.errno) == (str(path), errno.ENOSPC)
   assert predictions.read(path) == [ANSWER]
-  predictions.append(path, OTHERS)
+  results.append_lines(path, OTHERS)
   assert predictions.read(path) == [ANSWER, *OTHERS]
 
 
@@ -98,7 +98,7 @@ def test_a_full_disk_takes_a_batch_back(tmp_path, monkeypatch):
 )
 def test_bad_lines(tmp_path, line, complaint):
   path = tmp_path / "predictions.jsonl"
-  predictions.append(path, [ANSWER])
+  results.append_lines(path, [ANSWER])
   with path.open("ab") as file:
     file.write(line.encode(errors="surrogateescape") + b"\n")
   with pytest.raises(ValueError, match=f"predictions.jsonl, line 2: {complaint}; mend or") as error:
@@ -109,9 +109,9 @@ def test_bad_lines(tmp_path, line, complaint):
 def test_files_of_processes_become_one(tmp_path):
   alone = predictions.file_of(tmp_path, 0, 1)
   parts = [predictions.file_of(tmp_path, process, 2) for process in range(2)]
-  predictions.append(alone, OTHERS[:1])
-  predictions.append(parts[0], OTHERS[1:])
-  predictions.append(parts[1], [ANSWER, OTHERS[0]])
+  results.append_lines(alone, OTHERS[:1])
+  results.append_lines(parts[0], OTHERS[1:])
+  results.append_lines(parts[1], [ANSWER, OTHERS[0]])
   with parts[1].open("ab") as file:
     file.write(b'{"policy": "qu')
   found = predictions.read_run(tmp_path)

@@ -169,6 +169,17 @@ def test_numbers_that_are_none_are_not_shown(tmp_path):
   assert "lookup" in Page(report.write(folder)).text
 
 
+def test_a_run_that_was_gone_on_with_says_so(tmp_path):
+  times = [{"utc": "monday"}, {"utc": "tuesday", "commit": "bead", "versions": {"jax": "1.2"}}]
+  run = report_rows.read_run(write_run(tmp_path / "a", [row()], resumed=times))
+  told = "monday (commit c0ffee); tuesday (commit bead, versions jax 1.2)"
+  assert f"<dt>gone on with</dt><dd>{told}</dd>" in report_html.what_ran([run])
+  once = report_rows.read_run(write_run(tmp_path / "b", [row()]))
+  assert "gone on with" not in report_html.what_ran([once])
+  odd = report_rows.read_run(write_run(tmp_path / "c", [row()], resumed="x"))
+  assert "<dt>gone on with</dt><dd>-</dd>" in report_html.what_ran([odd])
+
+
 def test_unlike_is_kept_apart(tmp_path):
   rows = [row(), row(device="another"), row(model="larger"), row(simulated=True)]
   more = write_run(tmp_path / "b", [row()], model={"name": "tiny", "sha256": "other weights"})

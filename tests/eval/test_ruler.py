@@ -174,6 +174,14 @@ def test_examples_do_not_depend_on_the_other_tasks(plain_words):
   assert made(["pointer_chain"]) == made(["niah_single", "lookup", "pointer_chain"])
 
 
+def test_the_first_examples_are_the_same_as_among_all(plain_words):
+  def made(limit):
+    names, options = ["lookup", "chain"], {"tokens": 1500, "num_samples": 3}
+    return tasks.make_examples(names, plain_words, TEXT, **options, limit=limit)
+
+  assert made(1) == made(None)[::3] and made(9) == made(None)
+
+
 @pytest.mark.parametrize("name", list(recall.TASKS))
 def test_tasks_of_the_small_models(plain_words, name):
   for one in tasks.make_examples([name], plain_words, TEXT, tokens=1500, num_samples=2):

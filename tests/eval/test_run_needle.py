@@ -189,6 +189,7 @@ def test_whether_the_question_was_in_the_window():
     (["--budget_tokens=8"], "under one page of 16"),
     (["--budget_tokens=many"], "--budget_tokens: 'many'"),
     (["--tasks=niah"], "unknown task 'niah'"),
+    (["--tasks="], "--tasks is empty, expected some of niah_single"),
     (["--tasks=lookup,lookup"], "--tasks=lookup,lookup: expected names, each of them once"),
     (["--prompt_tokens=20000"], "--prompt_tokens=20000 exceeds the 2048"),
     (["--prompt_tokens=2000"], "prompt and answer of 2[0-9]* tokens exceed the 2048"),
@@ -262,11 +263,12 @@ def test_an_interrupted_run_goes_on(inputs, finished, tmp_path):
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
   assert process.returncode == 130
-  assert rest.endswith("stopped: interrupted\n") and "Traceback" not in rest
   before = [json.loads(line) for line in rows.read_text().splitlines()]
   assert [(row["policy"], row["task"]) for row in before] == [(c[0], TASKS[0]) for c in CASES[:2]]
   answered = predictions.read(tmp_path / "out" / "predictions.jsonl")
   assert 4 <= len(answered) < 8
+  kept = f"{len(answered)} answers are in out, go on with the same command and --out_dir=out"
+  assert rest.endswith(f"stopped: interrupted; {kept}\n") and "Traceback" not in rest
   done = _run(*flags, folder=tmp_path)
   assert done.returncode == 0, done.stderr
   assert f"{len(answered)} are answered already" in done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import hub, run_leval, run_longbench, suite
+from eval import hub, run_leval, run_longbench, suite, tasks
 from models import load
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
     "passage_count": [_longbench("3"), _longbench("4")],
     "trec": [_longbench("b", all_classes=["a", "b"])],
     "tpo": [_leval()],
+    "sci_fi": [_leval(outputs=["True [fact: False]"] * 2)],
     "news_summ": [_leval(evaluation="LLM")],
   }
   for name, records in files.items():
@@ -101,6 +102,8 @@ def test_examples_fit_the_model(folder, loaded, capsys):
   assert all(len(one.prompt_ids) + one.new_tokens <= 2048 for one in examples)
   assert len(_examples("longbench", folder, loaded, ["passage_count"], limit=1)) == 1
   assert [one.id for one in _examples("leval", folder, loaded, ["tpo"])] == ["0-0", "0-1"]
+  halves = _examples("leval", folder, loaded, ["sci_fi", "tpo"], limit=1)
+  assert [one.id for one in halves] == ["0-0", "0-0-fact", "0-0"]  # one question of each
   assert not capsys.readouterr().out  # it has a template
   with pytest.raises(ValueError, match="exceed the 2048 that tiny was trained for"):
     _examples("longbench", folder, loaded, ["trec"], prompt_tokens=2000)
@@ -131,11 +134,13 @@ def test_what_cannot_be_scored_is_said_before_the_run(folder, loaded, monkeypatc
 
 
 def test_tasks_and_folders():
-  for names in ([], ["trec", "trec"]):
-    with pytest.raises(ValueError, match="each of them once"):
-      suite.choose(run_longbench.SUITE, names)
-  with pytest.raises(ValueError, match="unknown task 'tpo'"):
-    suite.choose(run_longbench.SUITE, ["tpo"])
+  known = run_longbench.SUITE.tasks
+  with pytest.raises(ValueError, match="--tasks=trec,trec: expected names, each of them once"):
+    tasks.choose(["trec", "trec"], known)
+  with pytest.raises(ValueError, match="--tasks is empty, expected some of narrativeqa, qasper,"):
+    tasks.choose([], known)
+  with pytest.raises(ValueError, match="unknown task 'tpo', expected some of narrativeqa"):
+    tasks.choose(["tpo"], known)
   with pytest.raises(ValueError, match="--data_dir is needed"):
     suite.files(run_leval.SUITE, ["tpo"], None, download=False)
 
