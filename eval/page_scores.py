@@ -86,12 +86,9 @@ def capture(runner: Runner, params: Params, prompt: Sequence[int], count: int) -
 
 def repaged(cache: KVCache, page_size: int) -> KVCache:
   """The same cache in pages of page_size, a multiple of those that it has, as are its slots."""
-  n, d, c = cache.pools.keys.shape
+  _, c, d = cache.pools.keys.shape
   times = page_size // c
-  keys = cache.pools.keys.reshape(n // times, times, d, c).swapaxes(1, 2)
-  pools = paged.Pools(
-    keys.reshape(n // times, d, page_size), cache.pools.values.reshape(-1, page_size, d)
-  )
+  pools = paged.Pools(*(pool.reshape(-1, page_size, d) for pool in cache.pools))
   return cache.replace(pools=pools, table=cache.table[..., ::times] // times)
 
 

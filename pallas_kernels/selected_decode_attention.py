@@ -26,14 +26,13 @@ def selected_decode_attention(
   Args:
     q: f[B, K, G, D]; 1/sqrt(D) is applied here. Where every query head has pages of its own, K
       stands for H and G is 1.
-    keys: f[N, D, C], the whole pool; slots last, which makes the step at batch 4 12 % shorter on
-      CPU than [N, C, D].
+    keys: f[N, C, D], the whole pool.
     values: f[N, C, D], the whole pool.
     pages: i32[B, K, M], rows of the pool; anything outside [0, N) must be masked.
     mask: bool[B, K, M, C], slots that count. Others may hold anything; none at all gives zeros.
     slots: None for whole pages, or i32[B, K, M], the one slot of each page that counts; the mask is
       then [B, K, M, 1].
-    turn: applied to the gathered keys, f[B, K, M, D, C] -> the same shape: the rotation of caches
+    turn: applied to the gathered keys, f[B, K, M, C, D] -> the same shape: the rotation of caches
       that keep keys without it. C is 1 with slots.
 
   Returns:
@@ -46,13 +45,13 @@ def selected_decode_attention(
   nonempty = valid.any(axis=-1)[..., None, None]
 
   def masked(scores, valid, nonempty, values, pages, slots):
-    gathered = _gather_values(values, pages, slots)
+    gathered = _in_a_row(_gather(values, pages, slots))
     gathered = jnp.where(valid[..., None], gathered, jnp.zeros_like(gathered))
     return normalise(parts_of(scores, gathered), nonempty)
 
   def direct(*args):
     scores, _, nonempty, values, pages, slots = args
-    out = normalise(parts_of(scores, _gather_values(values, pages, slots)), nonempty)
+    out = normalise(parts_of(scores, _in_a_row(_gather(values, pages, slots))), nonempty)
     return unless_finite(out, lambda: masked(*args))
 
   args = (scores, valid, nonempty, values, pages, slots)
@@ -62,41 +61,30 @@ def selected_decode_attention(
 def _scores(q, keys, pages, slots, turn):
   """f32[B, K, G, M*C]."""
   scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(keys.dtype)
-  gathered = _gather_keys(keys, pages, slots)
-  gathered = gathered if turn is None else turn(gathered)
-
-  def by_product(q, k):
-    return jnp.einsum("bkgd,bkmdc->bkgmc", q, k, preferred_element_type=jnp.float32)
-
-  def by_sum(q, k):  # one pass over the keys on CPU, where the product is one small call a page
-    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    return (q[:, :, :, None, :, None] * k[:, :, None]).sum(axis=4)
-
-  scores = jax.lax.platform_dependent(scaled, gathered, cpu=by_sum, default=by_product)
-  return scores.reshape(*q.shape[:3], -1)
+  gathered = _gather(keys, pages, slots)
+  gathered = _in_a_row(gathered if turn is None else turn(gathered))
+  return jnp.einsum("bkgd,bktd->bkgt", scaled, gathered, preferred_element_type=jnp.float32)
 
 
-def _gather_keys(keys, pages, slots):
-  """f[B, K, M, D, C], or f[B, K, M, D, 1] of single slots."""
+def _gather(pool, pages, slots):
+  """f[B, K, M, C, D] of pages, one copy of C*D numbers each; or f[B, K, M, 1, D] of slots."""
   if slots is None:
-    return keys.at[pages].get(mode="clip")
-  return keys.at[pages, :, slots].get(mode="clip")[..., None]
+    return pool.at[pages].get(mode="clip")
+  return pool.at[pages, slots].get(mode="clip")[..., None, :]
 
 
-def _gather_values(values, pages, slots):
-  """f[B, K, M*C, D] of the pages, one copy of C*D numbers each; or f[B, K, M, D] of slots."""
-  if slots is not None:
-    return values.at[pages, slots].get(mode="clip")
-  b, k, _ = pages.shape
-  return values.at[pages].get(mode="clip").reshape(b, k, -1, values.shape[-1])
+def _in_a_row(gathered):
+  """f[B, K, M, C, D] -> f[B, K, M*C, D]."""
+  b, k, _, _, d = gathered.shape
+  return gathered.reshape(b, k, -1, d)
 
 
 def _check(q, keys, values, pages, mask, slots):
   b, k, _, d = q.shape
-  n, c, width = values.shape
-  if width != d or keys.shape != (n, d, c):
+  _, c, width = values.shape
+  if width != d or keys.shape != values.shape:
     raise ValueError(
-      f"pools {keys.shape} and {values.shape} do not fit q {q.shape}: expected [N, D, C], [N, C, D]"
+      f"pools {keys.shape} and {values.shape} do not fit q {q.shape}: expected [N, C, D] of both"
     )
   read = c if slots is None else 1
   if pages.shape[:2] != (b, k) or mask.shape != (*pages.shape, read):
@@ -111,10 +99,9 @@ def _check(q, keys, values, pages, mask, slots):
 def selected_decode_attention_reference(q, keys, values, pages, mask, *, slots=None, turn=None):
   """The same without tricks, everything in f32, values masked before the product."""
   valid = mask.reshape(*mask.shape[:2], -1)[..., None]
-  k = _gather_keys(keys, pages, slots).astype(jnp.float32)
-  k = (k if turn is None else turn(k)).swapaxes(3, 4).reshape(*mask.shape[:2], -1, q.shape[-1])
-  k = jnp.where(valid, k, 0.0)
-  v = jnp.where(valid, _gather_values(values, pages, slots).astype(jnp.float32), 0.0)
+  k = _gather(keys, pages, slots).astype(jnp.float32)
+  k = jnp.where(valid, _in_a_row(k if turn is None else turn(k)), 0.0)
+  v = jnp.where(valid, _in_a_row(_gather(values, pages, slots)).astype(jnp.float32), 0.0)
   scores = jnp.einsum("bkgd,bktd->bkgt", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
   scores = jnp.where(valid.swapaxes(2, 3), scores, -jnp.inf)
   weights = jnp.where(valid.any(axis=2, keepdims=True), jax.nn.softmax(scores, axis=-1), 0.0)

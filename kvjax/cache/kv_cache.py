@@ -59,9 +59,7 @@ def allocate(
   owned = -(-cache.slots_per_row // c)  # pages of a row, fewer than P where they form a ring
   num_pages = rows * b * k * owned
   firsts = jnp.arange(0, num_pages, owned, dtype=jnp.int32).reshape(rows, b, k, 1)
-  pools = Pools(
-    jnp.zeros((num_pages, d, c), cache.dtype), jnp.zeros((num_pages, c, d), cache.dtype)
-  )
+  pools = Pools(*(jnp.zeros((num_pages, c, d), cache.dtype) for _ in range(2)))
   return KVCache(
     contiguous=tuple(zeros(model, cache) if role == DENSE else None for role in plan.roles),
     pools=pools if rows else None,

@@ -22,7 +22,8 @@ class Pools(NamedTuple):
   """All pages of all layers that select.
 
   Attributes:
-    keys: f[N, D, C], one KV head's keys of C tokens a page; slots last as in `Contiguous`.
+    keys: f[N, C, D], one KV head's keys of C tokens a page. A token's numbers lie together, which
+      GPU kernels and copies of single tokens want; `Contiguous` has slots last, for CPUs.
     values: f[N, C, D].
   """
 
@@ -61,7 +62,7 @@ def append_token(
   page, slot = pages[..., 0], slots % page_size
   keys, values = k.astype(pools.keys.dtype), v.astype(pools.values.dtype)
   return Pools(
-    pools.keys.at[page, :, slot].set(keys, mode="drop", unique_indices=True),
+    pools.keys.at[page, slot].set(keys, mode="drop", unique_indices=True),
     pools.values.at[page, slot].set(values, mode="drop", unique_indices=True),
   )
 
@@ -89,12 +90,11 @@ def append_chunk(
   holds = valid.reshape(b, 1, s // c, c).any(axis=-1)
   pages = jnp.where(holds, pages, pools.num_pages)  # i32[B, K, S/C]
 
-  def write(pool, x, slots_last):
+  def write(pool, x):
     x = x.swapaxes(1, 2).reshape(b, heads, s // c, c, d).astype(pool.dtype)
-    x = x.swapaxes(3, 4) if slots_last else x
     return pool.at[pages].set(x, mode="drop", unique_indices=True)
 
-  return Pools(write(pools.keys, k, True), write(pools.values, v, False))
+  return Pools(write(pools.keys, k), write(pools.values, v))
 
 
 def keys_of(pools: Pools, table: jax.Array, pages: jax.Array | None = None) -> jax.Array:
@@ -102,7 +102,7 @@ def keys_of(pools: Pools, table: jax.Array, pages: jax.Array | None = None) -> j
   those at i32[B, K, M] places in the table."""
   if pages is not None:
     table = jnp.take_along_axis(table, pages, axis=-1, mode="clip")
-  keys = pools.keys.at[table].get(mode="clip").swapaxes(3, 4)  # f[B, K, P, C, D]
+  keys = pools.keys.at[table].get(mode="clip")  # f[B, K, P, C, D]
   return keys.reshape(*table.shape[:2], -1, keys.shape[-1])
 
 
@@ -119,9 +119,9 @@ def past_blocks(
   def read(i):
     places = i * (block // c) + jnp.arange(block // c)
     pages = jnp.take(table, places, axis=-1, mode="clip")  # i32[B, K, block/C]
-    keys = pools.keys.at[pages].get(mode="clip")  # f[B, K, block/C, D, C]
+    keys = pools.keys.at[pages].get(mode="clip").reshape(b, k, block, d)
     values = pools.values.at[pages].get(mode="clip").reshape(b, k, block, d)
-    return keys.swapaxes(2, 3).reshape(b, k, d, block), values
+    return keys.swapaxes(2, 3), values
 
   first = 0 if window is None else first_block(start, block, window)
   return PastBlocks(first, start // block, read)

@@ -208,7 +208,7 @@ def _by_position_rule(policy: Policy, rotate: Rotate, call: Call, q, k):
     return rotate(q, call.positions), rotate(k, call.positions), None
   q = rotate(q, rule(call.positions, call.lengths[:, None]))
 
-  def turn(keys, positions):  # f[B, K, M, D, C], i32[B, K, M, C]
+  def turn(keys, positions):  # f[B, K, M, C, D], i32[B, K, M, C]
     inside = rule(positions, call.lengths[:, None, None, None])
     return _turn(rotate, keys, inside)
 
@@ -216,11 +216,10 @@ def _by_position_rule(policy: Policy, rotate: Rotate, call: Call, q, k):
 
 
 def _turn(rotate: Rotate, keys, positions):
-  """f[..., D, C] keys turned by positions i32[..., C]."""
-  *lead, d, c = keys.shape
-  keys = keys.swapaxes(-1, -2).reshape(-1, c, 1, d)
+  """f[..., C, D] keys turned by positions i32[..., C]."""
+  *lead, c, d = keys.shape
   positions = jnp.broadcast_to(positions, (*lead, c)).reshape(-1, c)
-  return rotate(keys, positions).reshape(*lead, c, d).swapaxes(-1, -2)
+  return rotate(keys.reshape(-1, c, 1, d), positions).reshape(keys.shape)
 
 
 def _turn_past(past, rotate: Rotate, block: int):
@@ -230,7 +229,7 @@ def _turn_past(past, rotate: Rotate, block: int):
   def read(i):
     keys, values = past.read(i)
     positions = jnp.broadcast_to(i * block + jnp.arange(block), (keys.shape[0], 1, block))
-    return _turn(rotate, keys, positions), values
+    return _turn(rotate, keys.swapaxes(2, 3), positions).swapaxes(2, 3), values
 
   return past._replace(read=read)
 

@@ -110,7 +110,7 @@ def _first_slots(cache: KVCache, row: int, keep: jax.Array, limits: np.ndarray):
   """What one layer keeps, in order of its slots, which is that of positions.
 
   Returns:
-    keys f[n, D, C] and values f[n, C, D] of the pages that exist, positions i32[B, K, T], and which
+    keys and values f[n, C, D] of the pages that exist, positions i32[B, K, T], and which
     of the table's places bool[K, P] have a page.
   """
   b, heads, total = keep.shape
@@ -128,9 +128,9 @@ def _first_slots(cache: KVCache, row: int, keep: jax.Array, limits: np.ndarray):
   def of_owned(x):  # f[B, K, T, D] -> f[n, C, D]
     return x.reshape(b, heads, -1, c, x.shape[-1])[:, owned].reshape(-1, c, x.shape[-1])
 
-  keys = of_owned(cache.pools.keys.at[pages, :, order % c].get(mode="clip"))
+  keys = of_owned(cache.pools.keys.at[pages, order % c].get(mode="clip"))
   values = of_owned(cache.pools.values.at[pages, order % c].get(mode="clip"))
-  return keys.swapaxes(1, 2), values, jnp.where(there, positions, NO_SLOT), owned
+  return keys, values, jnp.where(there, positions, NO_SLOT), owned
 
 
 def _table(owned: tuple[np.ndarray, ...], b: int, num_pages: int) -> jax.Array:

@@ -273,8 +273,8 @@ def _positions(runner: Runner, recalled, total: int) -> np.ndarray:
 
 
 def paged_keys(state: KVCache, row: int) -> jax.Array:
-  """f[B, K, P, C, D], what the pages of a selecting layer hold; pools keep slots last."""
-  return state.pools.keys[state.table[row]].swapaxes(-1, -2)
+  """f[B, K, P, C, D], what the pages of a selecting layer hold."""
+  return state.pools.keys[state.table[row]]
 
 
 def padded(rows: Sequence[Sequence[int]]) -> jnp.ndarray:

@@ -248,7 +248,7 @@ def _poison(runner, cache, value):
     unused = unused.reshape(*unused.shape[:2], -1, PAGE)
     pages = cache.table[row][..., : unused.shape[2]]  # a layer may have fewer than the table has
     pools = pools._replace(
-      keys=pools.keys.at[pages].set(jnp.where(unused[..., None, :], value, pools.keys[pages])),
+      keys=pools.keys.at[pages].set(jnp.where(unused[..., None], value, pools.keys[pages])),
       values=pools.values.at[pages].set(jnp.where(unused[..., None], value, pools.values[pages])),
     )
 

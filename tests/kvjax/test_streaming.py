@@ -163,8 +163,8 @@ def test_slots_do_not_matter():
     def move(pool):  # f[N, C, D]
       return pool.reshape(-1, 24, SHAPE.head_dim)[:, order].reshape(pool.shape)
 
-    keys, values = cache.pools.keys.swapaxes(1, 2), cache.pools.values
-    pools = cache.pools._replace(keys=move(keys).swapaxes(1, 2), values=move(values))
+    keys, values = cache.pools.keys, cache.pools.values
+    pools = cache.pools._replace(keys=move(keys), values=move(values))
     return cache.replace(pools=pools, store_state=tuple(x[..., order] for x in cache.store_state))
 
   outs = []

@@ -183,7 +183,7 @@ def poison_out_of_sight(runner, value, cache):
   for table in cache.table:
     pages = table[:, :, :owned]
     pools = pools._replace(
-      keys=pools.keys.at[pages].set(jnp.where(out[..., None, :], value, pools.keys[pages])),
+      keys=pools.keys.at[pages].set(jnp.where(out[..., None], value, pools.keys[pages])),
       values=pools.values.at[pages].set(jnp.where(out[..., None], value, pools.values[pages])),
     )
   return cache.replace(pools=pools)

@@ -135,7 +135,7 @@ def _selected_case(heads, d, dtype, poison, page_size=C):
   keys, values = (jnp.where(used, pool, poison) for pool in pools)
   pages = np.where(mask.any(axis=-1), pages, rng.choice([-7, num_pages, 10**6], pages.shape))
   q = _normal(6, (b, k, g, d), dtype)
-  return q, keys.swapaxes(1, 2), values, jnp.asarray(pages, jnp.int32), jnp.asarray(mask)
+  return q, keys, values, jnp.asarray(pages, jnp.int32), jnp.asarray(mask)
 
 
 @pytest.mark.parametrize("path", ["cpu", "default"])
@@ -157,9 +157,9 @@ def test_selected_decode(heads, dtype, path, monkeypatch):
 def test_selected_decode_of_other_pages_and_with_turned_keys(page_size):
   case = _selected_case((2, 4), 16, "float32", jnp.nan, page_size)
 
-  def turn(keys):  # f[B, K, M, D, C]; depends on the slot, as a rotation does
-    angle = jnp.arange(M * page_size, dtype=jnp.float32).reshape(1, 1, M, 1, page_size)
-    return keys * jnp.cos(angle) + jnp.roll(keys, 8, axis=3) * jnp.sin(angle)
+  def turn(keys):  # f[B, K, M, C, D]; depends on the slot, as a rotation does
+    angle = jnp.arange(M * page_size, dtype=jnp.float32).reshape(1, 1, M, page_size, 1)
+    return keys * jnp.cos(angle) + jnp.roll(keys, 8, axis=4) * jnp.sin(angle)
 
   found = selected.selected_decode_attention(*case, turn=turn)
   expected = selected.selected_decode_attention_reference(*case, turn=turn)
@@ -174,7 +174,7 @@ def test_selected_over_all_pages_equals_contiguous():
   pages = jnp.arange(b * k * total // C, dtype=jnp.int32).reshape(b, k, -1)
   mask = jnp.arange(total)[None] < lengths[:, None]
   mask = jnp.broadcast_to(mask.reshape(b, 1, -1, C), (*pages.shape, C))
-  keys, values = keys.reshape(-1, C, d).swapaxes(1, 2), values.reshape(-1, C, d)
+  keys, values = keys.reshape(-1, C, d), values.reshape(-1, C, d)
   found = selected.selected_decode_attention(q, keys, values, pages, mask)
   case = _contiguous_case((2, 4), 16, "float32", jnp.nan)
   _close(found, contiguous.contiguous_decode_attention_reference(*case), "float32")
@@ -283,7 +283,7 @@ def test_contiguous_shapes_that_are_refused(change, message):
 
 
 def test_other_shapes_that_are_refused():
-  keys, values = jnp.zeros((6, 16, 8)), jnp.zeros((6, 8, 16))
+  keys, values = jnp.zeros((6, 8, 16)), jnp.zeros((6, 8, 16))
   pages = jnp.zeros((2, 1, 3), jnp.int32)
   mask, q = jnp.ones((2, 1, 3, 8), bool), jnp.zeros((2, 1, 4, 16))
   attend = selected.selected_decode_attention
