@@ -18,15 +18,14 @@ fraction of the time; then no time to the first token is measured.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from eval import cli, loop, plan, predictions, processes, results, resume, summary
+from eval import cli, lines, loop, plan, predictions, processes, results, resume, summary
 from eval.loop import Grid
 from eval.predictions import Prediction
 from eval.run_throughput import pick_policies
@@ -54,7 +53,7 @@ def define_flags(name: str, policies: Sequence[str], budgets: Sequence[int]) -> 
   flags.DEFINE_integer("batch_size", 1, "Examples answered together.", lower_bound=1)
   flags.DEFINE_integer("limit", None, "Most questions of each task; default: all.", lower_bound=1)
   flags.DEFINE_bool("share_prefill", False, "Prefill each prompt once for all policies.")
-  cli.define_out_dir(name, "Folder for answers, rows, manifest and plots: new, or of a run to end.")
+  cli.define_out_dir(name, resume.OUT_DIR)
   processes.define_flags()
 
 
@@ -71,11 +70,8 @@ def main(args: flags.FlagValues, make_examples: MakeExamples) -> None:
   """
   processes.join(args)
   out_dir = Path(args.out_dir).expanduser()
-  earlier = resume.earlier_run(out_dir)
-  if earlier:
-    resume.check_same_run(out_dir, earlier, flags=cli.flag_values())
-  budgets = cli.positive_ints("budget_tokens", args.budget_tokens)
-  policies = choose_policies(args.policies, args.stores, budgets, args.page_size)
+  earlier = resume.earlier_run(out_dir, cli.flag_values())
+  policies = choose_policies(args)
   loaded = load(args.model)
   if loaded.tokenizer is None:
     raise ValueError(f"model {loaded.name} has no tokenizer to ask questions with; choose another")
@@ -88,24 +84,25 @@ def main(args: flags.FlagValues, make_examples: MakeExamples) -> None:
     batch_size=args.batch_size,
     share_prefill=args.share_prefill,
   )
-  files = {name: file_sha256(Path(name).expanduser()) for name in policy_files(args.policies)}
+  files = policy_files(args.policies)
   manifest = results.make_manifest(cli.flag_values(), loaded, data | files)
-  if earlier:
-    known = ("command", "model", "data", "device", "backend")
-    resume.check_same_run(out_dir, earlier, **{name: manifest[name] for name in known})
-  with _told_what_is_kept(out_dir):
-    _run(grid, out_dir, manifest, earlier, args)
+  if earlier is not None:
+    resume.check_manifest(out_dir, earlier, manifest)
+  with resume.told_what_is_kept(out_dir, lambda: len(predictions.read_run(out_dir))):
+    _run(grid, out_dir, manifest, earlier, args, list(data))
 
 
-def choose_policies(
-  names: Sequence[str], stores: Sequence[str], budgets: Sequence[int], page_size: int
-) -> list[tuple[Policy, str]]:
+def choose_policies(args: flags.FlagValues) -> list[tuple[Policy, str]]:
   """Every policy with its store, once for each budget if it has one; dense first.
+
+  Args:
+    args: the flags of `cli.define_policies_flags`.
 
   Raises:
     ValueError: see `pick_policies`, or twice the same.
   """
-  picked = pick_policies(names, stores, budgets, page_size)
+  budgets = cli.positive_ints("budget_tokens", args.budget_tokens)
+  picked = pick_policies(args.policies, args.stores, budgets, args.page_size)
   kinds = [(policy.name, policy.asked_tokens, store) for policy, store in picked]
   twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
   if twice:
@@ -113,27 +110,14 @@ def choose_policies(
   return sorted(picked, key=lambda one: one[0].name != "dense")
 
 
-def policy_files(specs: Sequence[str]) -> list[str]:
-  """Paths of the files that policies are made of: their own .py, and profiles."""
+def policy_files(specs: Sequence[str]) -> dict[str, str]:
+  """Path -> sha256 of the files that policies are made of: their own .py, and profiles."""
   found = []
   for name, options in map(split_spec, specs):
     found += [name] * name.endswith(".py")
     found += [options["profile"].strip("\"'")] if "profile" in options else []
-  return list(dict.fromkeys(path for path in found if Path(path).expanduser().is_file()))
-
-
-@contextlib.contextmanager
-def _told_what_is_kept(out_dir: Path) -> Generator[None]:
-  """Notes on what cuts a run short, as Ctrl-C or a full disk, where answers are; see `cli.run`."""
-  try:
-    yield
-  except (KeyboardInterrupt, OSError) as error:
-    count = len(predictions.read_run(out_dir))
-    if count:
-      error.add_note(
-        f"{count} answers are in {out_dir}, go on with the same command and --out_dir={out_dir}"
-      )
-    raise
+  paths = {name: Path(name).expanduser() for name in found}
+  return {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
 
 
 def _run(
@@ -142,47 +126,49 @@ def _run(
   manifest: dict[str, Any],
   earlier: dict[str, Any] | None,
   args: flags.FlagValues,
+  data: Sequence[str],
 ) -> None:
-  """What each process does; the first one makes the folder and the results."""
+  """What each process does; the first one makes the folder and the results.
+
+  Args:
+    grid: what is asked.
+    out_dir: the folder.
+    manifest: of this run.
+    earlier: of the run that is gone on with; None for a new one.
+    args: the flags.
+    data: names of the files that the examples were made of.
+  """
   first, alone = args.process_id == 0, args.num_processes == 1
   with contextlib.ExitStack() as stack:
-    if first and earlier:
+    if first and earlier is not None:
       stack.enter_context(resume.sole_writer(out_dir))  # before anything is read
     found = predictions.read_run(out_dir)
     todo = _unanswered(grid, found)
     if first and todo:
       print(plan.text(grid, manifest["data"], out_dir, len(found)), flush=True)
     processes.wait("all know what is answered", args)
-    if first and not earlier:
+    if first and earlier is None:
       # Alone it can take the folder back; others may have written there already.
       stack.enter_context(results.run_folder(out_dir, manifest, keep=not alone))
       stack.enter_context(resume.sole_writer(out_dir))
     elif first and todo:
-      _resume(out_dir, earlier or {}, manifest)
+      resume.note_resumed(out_dir, earlier or {}, manifest)
     processes.wait("the folder is there", args)
     compile_s = _work(grid, out_dir, todo[args.process_id :: args.num_processes], found, args)
     processes.wait("all is answered", args)
     if first:
       predictions.merge(out_dir)
-      policies = policy_files(args.policies)
-      asked_of = [name for name in manifest["data"] if name not in policies]
-      _finish(grid, out_dir, asked_of, compile_s)
+      _finish(grid, out_dir, data, compile_s)
 
 
 def _unanswered(grid: Grid, found: Sequence[Prediction]) -> list[list[Example]]:
   """Batches of which some runner has not answered all."""
-  done = {predictions.key_of(one) for one in found}
+  done = {lines.key_of(one) for one in found}
   return [
     pack
     for pack in loop.batches_of(grid)
     if any(loop.missing(runner, pack, done) for runner in grid.runners)
   ]
-
-
-def _resume(out_dir: Path, earlier: dict[str, Any], manifest: dict[str, Any]) -> None:
-  changed = resume.note_resumed(out_dir, earlier, manifest)
-  if changed:
-    print(f"warning: this is not as when the run began: {changed}", file=sys.stderr)
 
 
 def _work(
@@ -199,9 +185,9 @@ def _work(
   """
   alone = args.num_processes == 1
   path = predictions.file_of(out_dir, args.process_id, args.num_processes)
-  predictions.cut_torn_line(path)
+  lines.cut_torn_line(path)
   found, compile_s = list(found), {}
-  done = {predictions.key_of(one) for one in found}
+  done = {lines.key_of(one) for one in found}
   sizes = {task: len(group) for task, group in loop.by_task(grid.examples).items()}
   counts = Counter(map(loop.row_key, found))
   for fresh in loop.answers(grid, packs, done, compile_s, quiet=args.process_id > 0):

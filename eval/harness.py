@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eval import replay, results, tasks
+from eval.lines import Line
 from eval.predictions import Prediction
 from eval.replay import Recording
 from eval.tasks import Example
@@ -190,20 +191,23 @@ def task_row(
   return row | _question_fields(runner, examples)
 
 
-def speeds(predictions: Sequence[Prediction]) -> results.Row:
+def speeds(predictions: Sequence[Line]) -> results.Row:
   """The fields of time of a row. Times of a batch count once, and repeated rows are no work.
 
   The first token of an answer belongs to the prefill. A stop token is made by a step like others.
+
+  Args:
+    predictions: or any lines (`eval.lines`).
   """
   batches = {one["batch"]: one for one in predictions}.values()
-  ttft_s = [one["ttft_s"] for one in predictions if one["ttft_s"] is not None]
+  timed = [one for one in predictions if one["ttft_s"] is not None]
   step_s = [second for one in batches for second in one["step_s"]]
   fields = {}
-  if ttft_s:
-    prefill_s = sum(one["ttft_s"] for one in batches)
-    prompt_tokens = sum(one["prompt_tokens"] for one in predictions)
-    fields |= {"prefill_tokens_per_s": prompt_tokens / prefill_s}
-    fields |= results.percentiles("ttft_s", ttft_s)
+  if timed:
+    prefill_s = {one["batch"]: one["ttft_s"] for one in timed}
+    prompt_tokens = sum(one["prompt_tokens"] for one in timed)
+    fields |= {"prefill_tokens_per_s": prompt_tokens / sum(prefill_s.values())}
+    fields |= results.percentiles("ttft_s", [one["ttft_s"] for one in timed])
   if step_s:  # every answer may end with its first token
     made = sum(one["output_tokens"] + one["stopped"] - 1 for one in predictions)
     fields |= {"decode_tokens_per_s": made / sum(step_s)} | results.percentiles("tpot_s", step_s)

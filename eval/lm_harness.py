@@ -17,6 +17,9 @@ steps, so that the policy decides what every scored token is predicted from, the
 of a multiple choice included (`eval.scoring`). A context that several continuations share is
 prefilled once. A context of one token, as `loglikelihood_rolling` has, is prefilled itself.
 Generation is that of `kvjax.generate`, whose first token comes from the prefill.
+
+What is computed together depends on all that is asked in one call and not on what of it is known
+already, so that a run that is gone on with answers as one that was not cut short.
 """
 
 from __future__ import annotations
@@ -24,53 +27,27 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from eval import scoring
-from kvjax import CacheConfig, KVCache, Runner, Sampling, make_policy, prepare
-from kvjax.engine import steps
-from kvjax.engine.generate import check_overflow, prefill
+from eval.lines import Line
+from eval.lm_batches import Machine, generated, scored
+from eval.lm_requests import Rules, Span, Text, Tokens, make_rules
+from kvjax import CacheConfig, make_policy, prepare
 from kvjax.types import Policy
 from models import Loaded, load
 
 _LOG = logging.getLogger(__name__)
 _CHUNKS = (64, 128, 256, 512)
-_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
-_ONLY_SAMPLING = {"top_k", "min_p", "typical_p"}  # greedy decoding has no use for them
-_copy = jax.jit(lambda cache: jax.tree.map(jnp.copy, cache))
-
-Tokens = tuple[int, ...]
-
-
-class _Span(NamedTuple):
-  """Prefilled tokens, those fed and scored after them, and how many of the last ones count."""
-
-  prompt: Tokens
-  rest: list[int]
-  wanted: int
-
-
-class _Rules(NamedTuple):
-  """How a text is made, the same for all rows of a batch."""
-
-  until: tuple[str, ...]
-  stop_ids: frozenset[int]
-  new_tokens: int
-  sampling: Sampling
 
 
 @register_model("kvjax")
@@ -92,6 +69,12 @@ class KvjaxLM(TemplateLM):
     max_batch_size: not used; the harness passes it.
     device: not used; the harness' command always passes one (cuda:0), and JAX chooses for itself
       (JAX_PLATFORMS).
+
+  Attributes:
+    known: lines of answers that are there already, by the id of a request.
+    keep: is given the lines of new answers (`eval.lm_batches`) as soon as they are there, with
+      `compile_s`, the seconds that it had taken to compile.
+    machine: the newest.
 
   Raises:
     ValueError: a bad argument, or a model without a tokenizer.
@@ -127,8 +110,9 @@ class KvjaxLM(TemplateLM):
     self.batch_size, self.seed = int(batch_size), seed
     self.max_length = max_length or self.loaded.model.config.max_tokens
     self.max_gen_toks = max_gen_toks
-    self.runner: Runner | None = None  # the newest
-    self.step_s: list[float] = []  # of all decode steps so far
+    self.known: Mapping[str, Line] = {}
+    self.keep: Callable[[Sequence[Line]], None] = lambda fresh: None
+    self.machine: Machine | None = None
 
   @property
   def eot_token_id(self) -> int:
@@ -180,14 +164,14 @@ class KvjaxLM(TemplateLM):
     windows = [
       list(map(make_disjoint_window, self._windows(request.args[0]))) for request in requests
     ]
-    scored = iter(
+    found = iter(
       self._loglikelihood_tokens(
         [(None, *window) for window in itertools.chain(*windows)], disable_tqdm
       )
     )
-    sums = [sum(next(scored)[0] for _ in one) for one in windows]
-    for request, found in zip(requests, sums, strict=True):
-      self.cache_hook.add_partial("loglikelihood_rolling", request.args, found)
+    sums = [sum(next(found)[0] for _ in one) for one in windows]
+    for request, log_prob in zip(requests, sums, strict=True):
+      self.cache_hook.add_partial("loglikelihood_rolling", request.args, log_prob)
     return sums
 
   def _windows(self, text: str) -> Iterable[tuple[list[int], list[int]]]:
@@ -204,28 +188,26 @@ class KvjaxLM(TemplateLM):
     if not requests:
       return []
     spans = [self._span(context, continuation) for _, context, continuation in requests]
-    sharing: dict[Tokens, list[int]] = {}  # a prompt -> the requests that begin with it
-    for place, span in enumerate(spans):
-      sharing.setdefault(span.prompt, []).append(place)
-    longest = {
-      prompt: max(len(spans[place].rest) for place in places) for prompt, places in sharing.items()
-    }
+    sharing: dict[Tokens, list[Span]] = {}  # a prompt -> what is to be scored behind it
+    for span in dict.fromkeys(spans):
+      sharing.setdefault(span.prompt, []).append(span)
+    longest = {prompt: max(len(one.rest) for one in those) for prompt, those in sharing.items()}
     order = sorted(sharing, key=lambda prompt: (-len(prompt) - longest[prompt], prompt))
     batches = list(itertools.batched(order, self.batch_size))
-    runner = self._make_runner(
+    machine = self._prepare(
       [(max(map(len, batch)), max(longest[prompt] for prompt in batch)) for batch in batches]
     )
-    answers: list[tuple[float, bool]] = [(0.0, True)] * len(spans)
-    with tqdm(total=len(spans), disable=disable_tqdm, desc="kvjax loglikelihood") as bar:
-      for batch in batches:
-        for place, answer in self._scored(runner, batch, sharing, spans):
-          answers[place] = answer
-          if requests[place][0] is not None:
-            self.cache_hook.add_partial("loglikelihood", requests[place][0], answer)
-          bar.update()
-    return answers
+    found = self._answers(
+      "loglikelihood",
+      [(span.id, request) for span, (request, _, _) in zip(spans, requests, strict=True)],
+      [[sharing[prompt] for prompt in batch] for batch in batches],
+      scored,
+      machine,
+      disable_tqdm,
+    )
+    return [(found[span.id][0], found[span.id][1]) for span in spans]
 
-  def _span(self, context: list[int], continuation: list[int]) -> _Span:
+  def _span(self, context: list[int], continuation: list[int]) -> Span:
     room = self.max_length + 1 - len(continuation)  # the last token is scored and not fed
     if room < 1:
       raise ValueError(
@@ -235,29 +217,7 @@ class KvjaxLM(TemplateLM):
       _LOG.warning("a context of %d tokens was cut from the left to %d", len(context), room)
     context = context[-room:]
     head = max(1, len(context) - 1)
-    return _Span(tuple(context[:head]), [*context[head:], *continuation], wanted=len(continuation))
-
-  def _scored(
-    self,
-    runner: Runner,
-    batch: Sequence[Tokens],
-    sharing: dict[Tokens, list[int]],
-    spans: Sequence[_Span],
-  ) -> Iterator[tuple[int, tuple[float, bool]]]:
-    """Yields requests that begin with these prompts, by place, with their answers: the first of
-    each prompt, then the second of those that have one, and so on."""
-    last, cache = self._prefill(runner, batch)
-    rounds = list(itertools.zip_longest(*(sharing[prompt] for prompt in batch)))
-    for number, places in enumerate(rounds, 1):
-      rows = [[] if place is None else spans[place].rest for place in places]
-      rows += [[]] * (self.batch_size - len(rows))
-      kept = cache if number == len(rounds) else _copy(cache)
-      scores = scoring.follow(runner, self.loaded.params, last, kept, rows)
-      self.step_s += scores.step_s
-      for place, *found in zip(places, scores.log_probs, scores.greedy, strict=False):
-        if place is not None:
-          log_probs, greedy = (one[len(one) - spans[place].wanted :] for one in found)
-          yield place, (float(log_probs.sum(dtype=np.float64)), bool(greedy.all()))
+    return Span(tuple(context[:head]), (*context[head:], *continuation), wanted=len(continuation))
 
   def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
     """Texts up to the first of the strings that end them, an end token, or the limit.
@@ -267,55 +227,69 @@ class KvjaxLM(TemplateLM):
     """
     if not requests:
       return []
-    groups: dict[_Rules, list[int]] = {}
-    prompts: list[Tokens] = []
-    for place, request in enumerate(requests):
-      rules = self._rules(request.args[1])
-      groups.setdefault(rules, []).append(place)
-      prompts.append(self._prompt(request.args[0], rules.new_tokens))
     times = Counter[Tokens]()
-    seeds = [self._row_seed(prompt, times) for prompt in prompts]
-    runner = self._make_runner(
-      [
-        (len(prompts[place]), rules.new_tokens)
-        for rules, places in groups.items()
-        for place in places
-      ]
-    )
-    texts = [""] * len(requests)
-    with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax generate_until") as bar:
-      for rules, places in groups.items():
-        places.sort(key=lambda place: (-len(prompts[place]), prompts[place], seeds[place]))
-        for batch in itertools.batched(places, self.batch_size):
-          made = self._generated(
-            runner, [prompts[p] for p in batch], [seeds[p] for p in batch], rules
-          )
-          for place, text in zip(batch, made, strict=True):
-            texts[place] = text
-            self.cache_hook.add_partial("generate_until", requests[place].args, text)
-            bar.update()
-    return texts
-
-  def _rules(self, asked: dict[str, Any]) -> _Rules:
-    wanted: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
-    greedy = not wanted["do_sample"]
-    unknown = sorted(set(wanted) - _KNOWN - (_ONLY_SAMPLING if greedy else set()))
-    if unknown:
-      raise ValueError(
-        f"generation asks for {', '.join(unknown)}, which kvjax lacks; it has "
-        f"{', '.join(sorted(_KNOWN))}"
+    texts: list[Text] = []
+    groups: dict[Rules, list[Text]] = {}
+    for request in requests:
+      rules = make_rules(request.args[1], self.max_gen_toks, self.tokenizer)
+      prompt = self._prompt(request.args[0], rules.new_tokens)
+      texts.append(Text(prompt, rules, self._row_seed(prompt, times)))
+      groups.setdefault(rules, []).append(texts[-1])
+    machine = self._prepare([(len(text.prompt), text.rules.new_tokens) for text in texts])
+    batches = [
+      batch
+      for group in groups.values()
+      for batch in itertools.batched(
+        sorted(group, key=lambda text: (-len(text.prompt), text.prompt, text.seed)),
+        self.batch_size,
       )
-    temperature = 0.0 if greedy else float(wanted.get("temperature", 1.0))
-    until = tuple(one for one in wanted["until"] if one)
-    special = (
-      self.tokenizer.backend.token_to_id(one) for one in until
-    )  # have no text of their own
-    return _Rules(
-      until,
-      frozenset([*self.tokenizer.eos_ids, *(one for one in special if one is not None)]),
-      wanted["max_gen_toks"],
-      Sampling(temperature, float(wanted.get("top_p", 1.0))),
+    ]
+    found = self._answers(
+      "generate_until",
+      [(text.id, request.args) for text, request in zip(texts, requests, strict=True)],
+      batches,
+      generated,
+      machine,
+      disable_tqdm,
     )
+    return [found[text.id] for text in texts]
+
+  def _answers[Batch](
+    self,
+    kind: str,
+    requests: Sequence[tuple[str, Any]],
+    batches: Sequence[Batch],
+    compute: Callable[[Machine, Batch, Collection[str]], Iterable[list[Line]]],
+    machine: Machine,
+    quiet: bool,
+  ) -> dict[str, Any]:
+    """Id -> answer, of what is known and of all else, which is computed and kept.
+
+    Args:
+      kind: the harness' name of such requests.
+      requests: id and arguments, which the harness has a cache of its own for; None is not for it.
+      batches: of all that is asked.
+      compute: `scored` or `generated`.
+      machine: what computes.
+      quiet: shows no progress.
+    """
+    asked: dict[str, list[Any]] = {}
+    for name, args in requests:
+      asked.setdefault(name, []).append(args)
+    found = {name: self.known[name]["answer"] for name in asked if name in self.known}
+    left = len(asked) - len(found)
+    with tqdm(total=left, disable=quiet, desc=f"kvjax {kind}") as bar:
+      for batch in batches:
+        for lines in compute(machine, batch, found):
+          fresh = [line for line in lines if line["id"] not in found]
+          compile_s = sum(machine.compile_s.values())
+          self.keep([line | {"compile_s": compile_s} for line in fresh])
+          for line in fresh:
+            found[line["id"]] = answer = line["answer"]
+            for args in filter(None, asked[line["id"]]):
+              self.cache_hook.add_partial(kind, args, _for_harness(answer))
+          bar.update(len(fresh))
+    return found
 
   def _prompt(self, context: str, new_tokens: int) -> Tokens:
     room = self.max_length - new_tokens
@@ -332,43 +306,9 @@ class KvjaxLM(TemplateLM):
     times[prompt] += 1
     return zlib.crc32(repr((self.seed, times[prompt], prompt)).encode())
 
-  def _generated(
-    self, runner: Runner, prompts: Sequence[Tokens], seeds: Sequence[int], rules: _Rules
-  ) -> list[str]:
-    params = self.loaded.params
-    last, cache = self._prefill(runner, prompts)
-    filled = np.array([*seeds, *[0] * (self.batch_size - len(seeds))], np.uint32)
-    key = jax.vmap(jax.random.key)(filled)
-    tokens = steps.first_token(runner, rules.sampling, params, last, key, cache.lengths)
-    made: list[list[int]] = [[] for _ in prompts]
-    going = set(range(len(prompts)))
-    while True:
-      for row in list(going):
-        made[row].append(int(tokens[row]))
-        if len(made[row]) == rules.new_tokens or self._ended(made[row], rules):
-          going.remove(row)
-      if not going:
-        break
-      begin = time.perf_counter()
-      tokens, cache = steps.next_token(runner, rules.sampling, params, cache, tokens, key)
-      tokens.block_until_ready()
-      self.step_s.append(time.perf_counter() - begin)
-    check_overflow(runner, cache)
-    return [self._text(ids, rules) for ids in made]
-
-  def _ended(self, ids: Sequence[int], rules: _Rules) -> bool:
-    text = self.tokenizer.decode(ids) if rules.until else ""
-    return ids[-1] in rules.stop_ids or any(one in text for one in rules.until)
-
-  def _text(self, ids: Sequence[int], rules: _Rules) -> str:
-    text = self.tokenizer.decode(ids[:-1] if ids[-1] in rules.stop_ids else ids)
-    for one in rules.until:
-      text = text.partition(one)[0]
-    return text
-
-  def _make_runner(self, sizes: Iterable[tuple[int, int]]) -> Runner:
-    """The runner for prompts and what follows them, of these sizes; capacities are powers of two,
-    so that few are compiled."""
+  def _prepare(self, sizes: Iterable[tuple[int, int]]) -> Machine:
+    """A runner for prompts and what follows them, of these sizes; capacities are powers of two, so
+    that few are compiled."""
     prompts, rests = zip(*sizes, strict=True)
     capacity = 1 << max(6, (max(map(operator.add, prompts, rests)) - 1).bit_length())
     chunk = next((one for one in _CHUNKS if one >= max(prompts)), _CHUNKS[-1])
@@ -376,13 +316,14 @@ class KvjaxLM(TemplateLM):
     config = CacheConfig(
       self.batch_size, capacity, self.page_size, dtype, base_tokens=min(capacity, 1024)
     )
-    self.runner = prepare(self.loaded.model, self.policy, self.store, config, chunk_tokens=chunk)
-    return self.runner
+    runner = prepare(self.loaded.model, self.policy, self.store, config, chunk_tokens=chunk)
+    if self.machine is None or runner != self.machine.runner:
+      self.machine = Machine(self.loaded, runner, {})
+    return self.machine
 
-  def _prefill(self, runner: Runner, prompts: Sequence[Tokens]) -> tuple[jax.Array, KVCache]:
-    """Prefills a batch, with rows of one token where it is not full."""
-    rows = [*prompts, *[(0,)] * (self.batch_size - len(prompts))]
-    return prefill(runner, self.loaded.params, rows)
+
+def _for_harness(answer: Any) -> Any:
+  return tuple(answer) if isinstance(answer, list) else answer
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from eval import harness, plots, replay, summary, tasks
-from eval.predictions import Key, Prediction, key_of
+from eval.lines import Key, key_of
+from eval.predictions import Prediction
 from eval.results import Row
 from eval.tasks import Example
 from kvjax import CacheConfig, Runner, prepare

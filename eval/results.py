@@ -1,6 +1,7 @@
 """A run folder: manifest.json says what ran, results.jsonl has one row per combination.
 
-Commands that ask a model keep every answer too, in predictions.jsonl (`eval.predictions`).
+Commands that ask a model keep every answer too, in predictions.jsonl (`eval.predictions`), and
+those that measure likelihoods what each text or request gave, in measured.jsonl (`eval.lines`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from models import Loaded
 Row = dict[str, Any]
 
 RESULTS, MANIFEST, PREDICTIONS = "results.jsonl", "manifest.json", "predictions.jsonl"
+LINES = "measured.jsonl"
+_KEPT = (RESULTS, "predictions*.jsonl", LINES)  # what makes a folder worth keeping
 # Seconds and bytes; the percentiles of a quantity are fields of their own. device_kv_bytes are the
 # keys and values that stay on the device while decoding, peak_kv_bytes the most at any time, and
 # metadata_bytes what lies beside them: page tables, page bounds, lengths.
@@ -125,7 +128,7 @@ def check_new_run(out_dir: Path) -> None:
   if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
     kind = "cannot be written to" if place.is_dir() else "is not a folder"
     raise ValueError(f"{out_dir} cannot be made: {place} {kind}; choose another --out_dir")
-  for pattern in (RESULTS, MANIFEST, "predictions*.jsonl"):
+  for pattern in (MANIFEST, *_KEPT):
     for path in sorted(out_dir.glob(pattern)):
       raise ValueError(f"{out_dir} already holds {path.name}; choose another --out_dir")
 
@@ -145,7 +148,7 @@ def start_run(out_dir: Path, manifest: Mapping[str, Any]) -> None:
 def run_folder(
   out_dir: Path, manifest: Mapping[str, Any], *, keep: bool = False
 ) -> Generator[None]:
-  """`start_run`, taken back when what follows is cut short before its first row or prediction.
+  """`start_run`, taken back when what follows is cut short before its first row or line.
 
   What is already on the disk stays there: each line is whole. With `keep` all of it stays.
   """
@@ -155,11 +158,11 @@ def run_folder(
   try:
     yield
   except BaseException:
-    files = [out_dir / RESULTS, *out_dir.glob("predictions*.jsonl")]
+    files = [file for pattern in _KEPT for file in out_dir.glob(pattern)]
     with contextlib.suppress(OSError):
-      if not keep and not any(file.exists() and file.stat().st_size for file in files):
+      if not keep and not any(file.stat().st_size for file in files):
         for file in files:
-          file.unlink(missing_ok=True)
+          file.unlink()
         (out_dir / MANIFEST).unlink()
         for path in made:
           path.rmdir()

@@ -4,20 +4,30 @@
     python -m eval.run_lm_harness --tasks=lambada_openai --policies=dense,quest --limit=20
     python -m eval.run_lm_harness --include_path=FOLDER --tasks=my_task --batch_size=4
 
-`eval.lm_harness` says what the policy decides, and how the harness' own command is run instead. A
-row of results.jsonl is one policy, store, budget, task and metric, written when that task is done;
-beside the usual fields it has `value` and `stderr` as the harness gives them, its `version` of the
-task, and `samples`, the file with every request and answer. `score` is the value where that is a
-share of right answers, or anything else from 0 to 1 of which more is better, and empty otherwise.
+`eval.lm_harness` says what the policy decides, and how the harness' own command is run instead.
+
+What was answered to each request is in measured.jsonl (`eval.lines`, `eval.lm_batches`) before the
+next is computed; the same command with the same --out_dir goes on with a run that was cut short, in
+any way, and asks no request twice. A row of results.jsonl is one policy, store, budget, task and
+metric, written when that task is done; beside the usual fields it has `value` and `stderr` as the
+harness gives them, its `version` of the task, and `samples`, the file with every request and
+answer. `score` is the value where that is a share of right answers, or anything else from 0 to 1 of
+which more is better, and empty otherwise.
+
+Times are those of all requests of a task (of a group: of all its tasks). `ttft_s` is the time from
+a context to its prefill's own token: of a text the first, of a continuation, where the last token
+of the context is a step, none that counts. Continuations of one context share a prefill, which
+counts once. `limit_hits` are texts that their limit ended.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import math
-import statistics
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,18 +35,24 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from eval import cli, results
-from eval.grid import choose_policies
+from eval import cli, harness, lines, results, resume, summary
+from eval.grid import choose_policies, policy_files
+from eval.lines import Line
 from eval.results import Row
 from kvjax.types import Policy
 from models import Loaded, load
 
 if TYPE_CHECKING:  # imports the harness, which may not be there
+  from lm_eval.tasks import TaskManager
+
   from eval.lm_harness import KvjaxLM
 
+FIELDS: lines.Fields = {**lines.FIELDS, "answer": (str, list), "compile_s": (float, int)}
+ELEMENTS: lines.Fields = {**lines.ELEMENTS, "answer": (float, bool)}
 _SHOWN = (
   *("policy", "store", "budget_tokens", "task", "metric", "value", "stderr", "dense_score"),
-  *("num_examples", "decode_tokens_per_s", "device_kv_bytes", "metadata_bytes"),
+  *("num_examples", "ttft_s_p50", "prefill_tokens_per_s", "tpot_s_p50", "tpot_s_p99"),
+  *("decode_tokens_per_s", "speedup_vs_dense", "device_kv_bytes", "metadata_bytes"),
 )
 
 
@@ -50,40 +66,50 @@ def define_flags() -> None:
   flags.DEFINE_integer("num_fewshot", None, "Worked examples in a prompt.", lower_bound=0)
   flags.DEFINE_integer("batch_size", 1, "Rows that are computed together.", lower_bound=1)
   flags.DEFINE_bool("apply_chat_template", False, "Ask in the form the model was trained for.")
-  cli.define_out_dir("lm-harness")
+  cli.define_out_dir("lm-harness", resume.OUT_DIR)
 
 
 def main(args: flags.FlagValues) -> None:
   """Checks everything, says what will be done, does it."""
   out_dir = Path(args.out_dir).expanduser()
-  results.check_new_run(out_dir)
-  budgets = cli.positive_ints("budget_tokens", args.budget_tokens)
-  policies = choose_policies(args.policies, args.stores, budgets, args.page_size)
+  earlier = resume.earlier_run(out_dir, cli.flag_values())
+  policies = choose_policies(args)
   if not args.tasks:
     raise ValueError("--tasks is empty; `lm_eval ls tasks` lists the harness' own")
   if importlib.util.find_spec("lm_eval") is None:
     raise ValueError('lm-evaluation-harness is not installed; pip install "kvjax[lm_eval]"')
-  evaluate = _evaluator(args)
+  tasks = _tasks(args)
   loaded = load(args.model)
   if args.apply_chat_template and not (loaded.tokenizer and loaded.tokenizer.chat_template):
     raise ValueError(f"model {loaded.name} has no chat template; leave --apply_chat_template out")
   models = _models(loaded, policies, args)
-  print(f"{loaded.name}: {', '.join(args.tasks)} under {len(models)} caches; results: {out_dir}")
-  rows: list[Row] = []
-  manifest = results.make_manifest(cli.flag_values(), loaded, {})
+  data = data_of(tasks, args.tasks) | policy_files(args.policies)
+  manifest = results.make_manifest(cli.flag_values(), loaded, data)
   manifest["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
-  with results.run_folder(out_dir, manifest):
+  rows: list[Row] = []
+  with resume.kept_lines(out_dir, manifest, earlier, FIELDS, ELEMENTS) as (found, keep):
+    known = f"; {len(found)} requests are answered already" if found else ""
+    print(f"model    {loaded.name}, sha256 {loaded.content_hash[:16]}")
+    print(f"tasks    {', '.join(args.tasks)}, for each of {len(models)} caches{known}")
+    print(f"results  {out_dir}\n", flush=True)
     for number, lm in enumerate(models):
       for task in args.tasks:
-        for row in measure(lm, task, evaluate, out_dir, number):
-          rows.append(compare(row, rows))
-          results.append_row(out_dir, rows[-1])
+        for row in measure(lm, task, _evaluator(tasks, args), out_dir, number, found, keep):
+          rows.append(summary.compare(row, rows))
+        resume.update_rows(out_dir, rows)
   print(results.table(rows, _SHOWN))
-  print(f"\n{results.RESULTS}, {results.MANIFEST} and samples are in {out_dir}")
+  names = ", ".join([results.RESULTS, results.LINES, results.MANIFEST])
+  print(f"\n{names} and samples are in {out_dir}")
 
 
 def measure(
-  lm: KvjaxLM, task: str, evaluate: Callable[..., Any], out_dir: Path, number: int
+  lm: KvjaxLM,
+  task: str,
+  evaluate: Callable[..., Any],
+  out_dir: Path,
+  number: int,
+  found: Sequence[Line] = (),
+  keep: Callable[[Sequence[Line]], None] = lambda fresh: None,
 ) -> list[Row]:
   """Rows of one task, or of all tasks of a group; writes what was asked and answered.
 
@@ -93,21 +119,35 @@ def measure(
     evaluate: the harness' `simple_evaluate`, with all that policies have in common.
     out_dir: gets a file of samples for each task.
     number: tells the files of policies apart.
+    found: lines that are there, of any policy and task.
+    keep: is given each new line as soon as it is there.
   """
-  steps = len(lm.step_s)
-  found = evaluate(model=lm, tasks=[task])
-  step_s, rows = lm.step_s[steps:], []
-  for name, metrics in found["results"].items():
-    samples = _write_samples(found["samples"].get(name), out_dir / f"samples-{number}-{name}.jsonl")
-    count = found.get("n-samples", {}).get(name, {}).get("effective")
+  common = {
+    "policy": lm.policy.name,
+    "store": lm.store,
+    "budget_tokens": lm.policy.asked_tokens,
+    "page_size": lm.page_size,
+  }
+  mine = common | {"task": task}
+  measured = [line for line in found if mine.items() <= line.items()]
+
+  def remember(fresh: Sequence[Line]) -> None:
+    fresh = [mine | line for line in fresh]
+    keep(fresh)
+    measured.extend(fresh)
+
+  lm.known, lm.keep = {line["id"]: line for line in measured}, remember
+  given = evaluate(model=lm, tasks=[task])
+  costs = _costs(measured) | (results.byte_fields(lm.machine.runner) if lm.machine else {})
+  rows = []
+  for name, metrics in given["results"].items():
+    samples = _write_samples(given["samples"].get(name), out_dir / f"samples-{number}-{name}.jsonl")
+    count = given.get("n-samples", {}).get(name, {}).get("effective")
     for metric, value, stderr in _metrics(metrics):
-      better = found["higher_is_better"].get(name, {}).get(metric.partition(",")[0])
+      better = given["higher_is_better"].get(name, {}).get(metric.partition(",")[0])
       row = results.make_row(
         model=lm.loaded.name,
-        policy=lm.policy.name,
-        store=lm.store,
-        budget_tokens=lm.policy.asked_tokens,
-        page_size=lm.page_size,
+        **common,
         batch_size=lm.batch_size,
         device=results.device_kind(),
         task=name,
@@ -115,28 +155,31 @@ def measure(
         score=value if better and 0 <= value <= 1 else None,
         num_examples=count,
         simulated=False,
-        **_speed(step_s),
-        **(results.byte_fields(lm.runner) if lm.runner else {}),
+        **costs,
       )
-      version = found["versions"].get(name)
+      version = given["versions"].get(name)
       rows.append(row | dict(value=value, stderr=stderr, version=version, samples=samples))
   return rows
 
 
-def compare(row: Row, rows: Sequence[Row]) -> Row:
-  """The row with what is relative to the row of dense of the same task and metric, if any."""
-  same = ("task", "metric")
-  before = (one for one in [*rows, row] if all(one[name] == row[name] for name in same))
-  dense = next((one for one in before if one["policy"] == "dense"), None)
-  if dense is None or dense["score"] is None:
-    return row
-  retention = row["score"] / dense["score"] if dense["score"] else None
-  return row | {"dense_score": dense["score"], "retention": retention}
+def data_of(manager: TaskManager, names: Sequence[str]) -> dict[str, str]:
+  """Task -> sha256 of its configuration and of all its documents, before --limit."""
+  found = {}
+  for name, task in manager.load(list(names))["tasks"].items():
+    digest = hashlib.sha256(_text(task.dump_config()).encode())
+    for document in task.eval_docs:
+      digest.update(_text(document).encode())
+    found[name] = digest.hexdigest()
+  return found
 
 
-def _evaluator(args: flags.FlagValues) -> Callable[..., Any]:
-  """The harness' function, given what all policies have in common."""
-  from lm_eval import simple_evaluate
+def _text(content: Any) -> str:
+  """Of anything, without the addresses that objects without a text of their own print."""
+  return re.sub(" at 0x[0-9a-f]+", "", json.dumps(content, sort_keys=True, default=str))
+
+
+def _tasks(args: flags.FlagValues) -> TaskManager:
+  """All tasks that the harness knows, with those of --include_path."""
   from lm_eval.tasks import TaskManager
 
   manager = TaskManager(include_path=args.include_path)
@@ -146,6 +189,13 @@ def _evaluator(args: flags.FlagValues) -> Callable[..., Any]:
       f"--tasks: the harness has no {', '.join(unknown)}; `lm_eval ls tasks` lists its own, and "
       "--include_path names a folder with others"
     )
+  return manager
+
+
+def _evaluator(manager: TaskManager, args: flags.FlagValues) -> Callable[..., Any]:
+  """The harness' function, given what all policies have in common."""
+  from lm_eval import simple_evaluate
+
   return partial(
     simple_evaluate,
     task_manager=manager,
@@ -177,12 +227,17 @@ def _metrics(found: Mapping[str, Any]) -> Iterator[tuple[str, float, float | Non
     yield name if kind == "none" else key, float(value), stderr if known else None
 
 
-def _speed(step_s: Sequence[float]) -> Row:
-  """Of decode steps, the first of which are slow: they compile."""
-  if not step_s:
+def _costs(measured: Sequence[Line]) -> Row:
+  """The fields of a row that lines give."""
+  if not measured:
     return {}
-  speed = {"decode_tokens_per_s": 1 / statistics.median(step_s)}
-  return speed | results.percentiles("tpot_s", step_s)
+  texts = [line for line in measured if isinstance(line["answer"], str)]
+  return harness.speeds(measured) | {
+    "limit_hits": sum(not line["stopped"] for line in texts) if texts else None,
+    "prompt_tokens": max(line["prompt_tokens"] for line in measured),
+    "output_tokens": max(line["output_tokens"] for line in measured),
+    "compile_s": measured[0]["compile_s"],
+  }
 
 
 def _write_samples(samples: Sequence[Mapping[str, Any]] | None, path: Path) -> str | None:

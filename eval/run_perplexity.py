@@ -7,13 +7,17 @@ A stretch of the text is prefilled, densely as before generation; every token af
 step under the policy, whose logits are asked for the token that really follows (`eval.scoring`).
 With several texts, stretches that do not overlap are spread evenly over the file.
 
+What each text gave is in measured.jsonl (`eval.lines`) before the next is scored; the same command
+with the same --out_dir goes on with a run that was cut short, in any way, and scores none twice.
 Each row of results.jsonl is one policy, store and budget, written when it is done. Its `metric` is
 nll and its `score` empty, since an NLL is no share of anything; beside the usual fields it has
 `nll`, the mean in nats a token; `perplexity`, its exponential; `by_position`, the same for equal
 eighths of the scored tokens, with the positions `from` and `to` (exclusive) of the predicted
 tokens; and `token_nll`, of each text the NLL of each token. Beside dense: `nll_delta`, the mean
 difference to it, and `nll_delta_stderr`, its standard error over the tokens, taken as independent.
-The percentiles of `tpot_s` are those of blocks of steps, as steps are not timed one by one.
+`ttft_s` is the time from a prefix to the score of the token after it, which is the prefill's own
+and counts nowhere else. The percentiles of `tpot_s` are those of blocks of steps, as steps are not
+timed one by one.
 
 Eighths are equal, not powers of two, so that each mean is over as many tokens as the others and as
 certain, and since all of them lie behind a long prefix: in powers of two most would be one bucket.
@@ -24,27 +28,45 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli, plots, plots_perplexity, results, scoring, texts
-from eval.grid import choose_policies
+from eval import (
+  cli,
+  harness,
+  lines,
+  plots,
+  plots_perplexity,
+  results,
+  resume,
+  scoring,
+  summary,
+  texts,
+)
+from eval.grid import choose_policies, policy_files
+from eval.lines import Line
 from eval.results import Row
 from kvjax import CacheConfig, Runner, prepare
-from kvjax.engine.generate import prefill
 from models import Loaded, load
 from models.fetch import file_sha256
+
+# token_nll is of each token behind the one that the prefill predicts; compile_s the seconds that
+# the runner had taken to compile.
+FIELDS: lines.Fields = {**lines.FIELDS, "token_nll": (list,), "compile_s": (float, int)}
+ELEMENTS: lines.Fields = {**lines.ELEMENTS, "token_nll": (float,)}
 
 TASK, METRIC = "perplexity", "nll"
 BUCKETS = 8
 _PLOT = "nll_by_position.png"
 _SHOWN = (
   *("policy", "store", "budget_tokens", "nll", "nll_delta", "nll_delta_stderr", "perplexity"),
-  *("decode_tokens_per_s", "speedup_vs_dense", "device_kv_bytes", "metadata_bytes"),
+  *("ttft_s_p50", "prefill_tokens_per_s", "tpot_s_p50", "tpot_s_p99", "decode_tokens_per_s"),
+  *("speedup_vs_dense", "device_kv_bytes", "metadata_bytes"),
 )
 _SIZES = (
   *("policy", "store", "budget_tokens", "device_kv_bytes", "metadata_bytes", "peak_kv_bytes"),
@@ -59,15 +81,14 @@ def define_flags() -> None:
   flags.DEFINE_integer("prefix_tokens", 4000, "Tokens that are prefilled.", lower_bound=1)
   flags.DEFINE_integer("tokens", 500, "Tokens that are scored after them.", lower_bound=1)
   flags.DEFINE_integer("num_texts", 1, "Stretches of the text.", lower_bound=1)
-  cli.define_out_dir("perplexity")
+  cli.define_out_dir("perplexity", resume.OUT_DIR)
 
 
 def main(args: flags.FlagValues) -> None:
   """Checks everything, says what will be done, does it."""
   out_dir = Path(args.out_dir).expanduser()
-  results.check_new_run(out_dir)
-  budgets = cli.positive_ints("budget_tokens", args.budget_tokens)
-  policies = choose_policies(args.policies, args.stores, budgets, args.page_size)
+  earlier = resume.earlier_run(out_dir, cli.flag_values())
+  policies = choose_policies(args)
   path = Path(args.text_file).expanduser()
   text = texts.read_text(path)
   loaded = load(args.model)
@@ -75,17 +96,26 @@ def main(args: flags.FlagValues) -> None:
   capacity = len(stretches[0])
   cache = CacheConfig(1, capacity, args.page_size, base_tokens=capacity)
   runners = [prepare(loaded.model, policy, store, cache) for policy, store in policies]
-  digest = file_sha256(path)
-  print(_plan(loaded, f"{path.name}, sha256 {digest[:16]}", args, runners, out_dir), flush=True)
-  manifest = results.make_manifest(cli.flag_values(), loaded, {path.name: digest})
-  with results.run_folder(out_dir, manifest):
+  data = {path.name: file_sha256(path)}
+  manifest = results.make_manifest(cli.flag_values(), loaded, data | policy_files(args.policies))
+  with resume.kept_lines(out_dir, manifest, earlier, FIELDS, ELEMENTS) as (found, keep):
+    left = len(runners) * len(stretches) - len(found)
+    if left:
+      print(_plan(loaded, data, args, runners, out_dir, left), flush=True)
     rows = measure(
-      loaded, runners, stretches, args.prefix_tokens, lambda row: results.append_row(out_dir, row)
+      loaded,
+      runners,
+      stretches,
+      args.prefix_tokens,
+      found,
+      keep,
+      lambda rows: resume.update_rows(out_dir, rows),
     )
-  title = f"{loaded.name}, {path.name}, {args.prefix_tokens:,} tokens prefilled"
-  plots_perplexity.nll_by_position(rows, f"{title}\n{rows[0]['device']}", out_dir / _PLOT)
+    title = f"{loaded.name}, {path.name}, {args.prefix_tokens:,} tokens prefilled"
+    plots_perplexity.nll_by_position(rows, f"{title}\n{rows[0]['device']}", out_dir / _PLOT)
   print(report(rows))
-  print(f"\n{results.RESULTS}, {results.MANIFEST}, {_PLOT} are in {out_dir}")
+  names = [results.RESULTS, results.LINES, results.MANIFEST, _PLOT]
+  print(f"\n{', '.join(names)} are in {out_dir}")
 
 
 def cut(loaded: Loaded, text: str, prefix: int, tokens: int, count: int) -> list[list[int]]:
@@ -118,7 +148,9 @@ def measure(
   runners: Sequence[Runner],
   stretches: Sequence[Sequence[int]],
   prefix: int,
-  finished: Callable[[Row], None] = lambda row: None,
+  found: Collection[Line] = (),
+  keep: Callable[[Sequence[Line]], None] = lambda fresh: None,
+  finished: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> list[Row]:
   """Result rows, one for each runner.
 
@@ -128,43 +160,68 @@ def measure(
       what they are compared with.
     stretches: token ids, all of one length.
     prefix: tokens of each that are prefilled.
-    finished: is given each row as soon as it is complete.
+    found: lines that are there; the texts of these are not scored again.
+    keep: is given each new line as soon as it is there.
+    finished: is given all rows so far, whenever there is one more.
   """
   rows: list[Row] = []
+  kept = {lines.key_of(line): line for line in found}
   slow = 0.5 if sys.stderr.isatty() else 30.0  # a log needs fewer lines than a terminal
-  work = len(runners) * sum(len(one) - 1 for one in stretches)
+  work = (len(runners) * len(stretches) - len(kept)) * (len(stretches[0]) - 1)
   with tqdm(total=work, unit="tok", unit_scale=True, mininterval=slow, smoothing=0.1) as bar:
     for runner in runners:
-      policy = runner.policy
-      name = plots.label({"policy": policy.name, "budget_tokens": policy.asked_tokens})
-      bar.set_description(f"{name} compiling")
-      compile_s = scoring.warm_up(runner, loaded.params)
-      bar.set_description(name)
-      scored = [score(runner, loaded, one, prefix, bar) for one in stretches]
-      row = compare(_row(loaded, runner, scored, prefix, compile_s), rows)
-      finished(row)
-      rows.append(row)
+      scored, compile_s = [], None
+      for place, ids in enumerate(stretches):
+        thing = harness.case_of(runner) | {"task": TASK, "id": str(place)}
+        line = kept.get(lines.key_of(thing))
+        if line is None:
+          if compile_s is None:
+            bar.set_description(f"{plots.label(thing)} compiling")
+            compile_s = scoring.warm_up(runner, loaded.params)
+            bar.set_description(plots.label(thing))
+          line = thing | score(runner, loaded, ids, prefix, bar) | {"compile_s": compile_s}
+          line |= {"batch": line["id"]}
+          keep([line])
+        scored.append(line)
+      rows.append(compare(_row(loaded, runner, scored), rows))
+      finished(rows)
     bar.set_description("done")
   return rows
 
 
 def score(
   runner: Runner, loaded: Loaded, ids: Sequence[int], prefix: int, bar: tqdm
-) -> scoring.Scores:
-  """Scores of ids[prefix + 1:]. That of ids[prefix] is the prefill's own, in which no policy has a
-  say, and is left out."""
+) -> dict[str, Any]:
+  """The measured fields of a line, of ids[prefix + 1:].
+
+  The score of ids[prefix] is the prefill's own, in which no policy has a say, and is left out.
+
+  Raises:
+    ValueError: logits that are not finite.
+  """
   before = bar.n
 
   def reached(done: int) -> None:
     bar.update(before + done - bar.n)
 
-  last, cache = prefill(
+  last, cache, prefill_s = scoring.start(
     runner, loaded.params, [ids[:prefix]], lambda phase, done, total: reached(done)
   )
-  rest = [ids[prefix:]]
-  return scoring.follow(
-    runner, loaded.params, last, cache, rest, lambda done: reached(prefix + done)
+  scores = scoring.follow(
+    runner, loaded.params, last, cache, [ids[prefix:]], lambda done: reached(prefix + done)
   )
+  nll = -scores.log_probs[0][1:].astype(np.float64)
+  if not np.isfinite(nll).all():
+    raise ValueError(f"policy {runner.policy.name!r} gave logits that are not finite")
+  return {
+    "page_size": runner.prefill_config.page_size,
+    "stopped": False,
+    "prompt_tokens": prefix,
+    "output_tokens": len(ids) - prefix,
+    "ttft_s": prefill_s + scores.first_s,
+    "step_s": [round(second, 6) for second in scores.step_s],
+    "token_nll": nll.tolist(),
+  }
 
 
 def by_position(nll: np.ndarray, first: int) -> list[Row]:
@@ -183,6 +240,7 @@ def by_position(nll: np.ndarray, first: int) -> list[Row]:
 
 def compare(row: Row, rows: Sequence[Row]) -> Row:
   """The row with what is relative to the row of dense, where there is one."""
+  row = summary.compare(row, rows)
   dense = next((one for one in [*rows, row] if one["policy"] == "dense"), None)
   if dense is None:
     return row
@@ -190,7 +248,6 @@ def compare(row: Row, rows: Sequence[Row]) -> Row:
   return row | {
     "nll_delta": float(deltas.mean()),
     "nll_delta_stderr": float(deltas.std() / math.sqrt(deltas.size)),
-    "speedup_vs_dense": dense["tpot_s_p50"] / row["tpot_s_p50"],
   }
 
 
@@ -211,22 +268,12 @@ def _summary(nll: np.ndarray) -> Row:
   return {"nll": mean, "perplexity": math.exp(mean)}
 
 
-def _row(
-  loaded: Loaded,
-  runner: Runner,
-  scored: Sequence[scoring.Scores],
-  prefix: int,
-  compile_s: float,
-) -> Row:
-  nll = -np.array([one.log_probs[0][1:] for one in scored], np.float64)
-  if not np.isfinite(nll).all():
-    raise ValueError(f"policy {runner.policy.name!r} gave logits that are not finite")
-  step_s = [second for one in scored for second in one.step_s]
+def _row(loaded: Loaded, runner: Runner, scored: Sequence[Line]) -> Row:
+  nll = np.array([line["token_nll"] for line in scored], np.float64)
+  prefix = scored[0]["prompt_tokens"]
   row = results.make_row(
     model=loaded.name,
-    policy=runner.policy.name,
-    store=runner.store.name,
-    budget_tokens=runner.policy.asked_tokens,
+    **harness.case_of(runner),
     page_size=runner.prefill_config.page_size,
     batch_size=1,
     device=results.device_kind(),
@@ -235,10 +282,9 @@ def _row(
     num_examples=len(scored),
     prompt_tokens=prefix,
     output_tokens=nll.shape[1],
-    compile_s=compile_s,
-    decode_tokens_per_s=len(step_s) / sum(step_s),
+    compile_s=scored[0]["compile_s"],
     simulated=False,
-    **results.percentiles("tpot_s", step_s),
+    **harness.speeds(scored),
     **results.byte_fields(runner),
   )
   return (
@@ -249,23 +295,23 @@ def _row(
 
 
 def _plan(
-  loaded: Loaded, text: str, args: flags.FlagValues, runners: Sequence[Runner], out_dir: Path
+  loaded: Loaded,
+  data: dict[str, str],
+  args: flags.FlagValues,
+  runners: Sequence[Runner],
+  out_dir: Path,
+  left: int,
 ) -> str:
-  sizes = [
-    {
-      "policy": runner.policy.name,
-      "store": runner.store.name,
-      "budget_tokens": runner.policy.asked_tokens,
-    }
-    | results.byte_fields(runner)
-    for runner in runners
-  ]
+  sizes = [harness.case_of(runner) | results.byte_fields(runner) for runner in runners]
+  done = len(runners) * args.num_texts - left
+  ((name, digest),) = data.items()
   return "\n".join(
     [
       f"model    {loaded.name}, sha256 {loaded.content_hash[:16]}",
-      f"text     {text}",
+      f"text     {name}, sha256 {digest[:16]}",
       f"scored   {args.tokens:,} tokens after {args.prefix_tokens:,} prefilled ones, "
-      f"{args.num_texts} times for each of {len(runners)} caches",
+      f"{args.num_texts} times for each of {len(runners)} caches"
+      + (f"; {done} are scored already" if done else ""),
       f"results  {out_dir}",
       "",
       "to be allocated:",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import KVCache, Runner, decode_step
-from kvjax.engine.generate import check_overflow, prefill
+from kvjax.engine.generate import Progress, check_overflow, prefill
 from kvjax.types import Params
 
 BLOCK = 64  # steps of one call
@@ -31,18 +31,32 @@ class Scores(NamedTuple):
     log_probs: natural logarithms, f32[tokens] a row.
     greedy: bool[tokens] a row, whether no other token was more likely.
     step_s: wall seconds of each decode step, those of a block being equal.
+    first_s: wall seconds of the first token, behind the prefill.
   """
 
   log_probs: list[np.ndarray]
   greedy: list[np.ndarray]
   step_s: list[float]
+  first_s: float
+
+
+def start(
+  runner: Runner,
+  params: Params,
+  prompts: Sequence[Sequence[int]],
+  progress: Progress = lambda phase, done, total: None,
+) -> tuple[jax.Array, KVCache, float]:
+  """What `kvjax.engine.generate.prefill` gives, all of it computed, and its wall seconds."""
+  begin = time.perf_counter()
+  made = jax.block_until_ready(prefill(runner, params, prompts, progress))
+  return *made, time.perf_counter() - begin
 
 
 def warm_up(runner: Runner, params: Params) -> float:
   """Seconds that it takes to compile a runner and to prefill one chunk."""
   begin = time.perf_counter()
   batch = runner.prefill_config.batch_size
-  last, cache = prefill(runner, params, [[0]] * batch)
+  last, cache, _ = start(runner, params, [[0]] * batch)
   jax.block_until_ready(_first(runner, params, last, np.zeros(batch, np.int32)))
   jax.block_until_ready(_block(runner, params, cache, _tokens([[0]] * batch, 1 + BLOCK), 0))
   return time.perf_counter() - begin
@@ -64,7 +78,7 @@ def follow(
   Args:
     runner: with room for the prompt and the longest row.
     params: weights.
-    last: f[B, E], as the cache from `kvjax.engine.generate.prefill`.
+    last: f[B, E], as the cache from `start`.
     cache: is donated.
     rows: token ids, one list a row of the batch, which may be empty.
     progress: is given the number of steps done after each block.
@@ -74,7 +88,9 @@ def follow(
   """
   steps = max(map(len, rows)) - 1
   tokens = _tokens(rows, 1 + max(-(-steps // BLOCK), 0) * BLOCK)
-  found = [_first(runner, params, last, tokens[:, 0])]
+  begin = time.perf_counter()
+  found = [jax.device_get(_first(runner, params, last, tokens[:, 0]))]
+  first_s = time.perf_counter() - begin
   step_s: list[float] = []
   for start in range(0, steps, BLOCK):
     count, begin = min(BLOCK, steps - start), time.perf_counter()
@@ -87,7 +103,7 @@ def follow(
   except RuntimeError as error:  # here it is the user who asked for so many
     raise ValueError(str(error)) from error
   log_probs, greedy = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-  return Scores(_cut(log_probs, rows), _cut(greedy, rows), step_s)
+  return Scores(_cut(log_probs, rows), _cut(greedy, rows), step_s, first_s)
 
 
 def _tokens(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:

@@ -16,9 +16,12 @@ _COSTS = (
 
 
 def compare(row: Row, rows: Sequence[Row]) -> Row:
-  """The row with what is relative to the row of dense of the same task, where there is one."""
-  before = (one for one in [*rows, row] if one["policy"] == "dense" and one["task"] == row["task"])
-  dense = next(before, None)
+  """The row with what is relative to dense in the same task and metric, where there is such a row.
+
+  Ratios of scores are empty where the metric gives none.
+  """
+  same = {"policy": "dense"} | {name: row[name] for name in ("task", "metric")}
+  dense = next((one for one in [*rows, row] if same.items() <= one.items()), None)
   if dense is None:
     return row
   fast = row["tpot_s_p50"] and dense["tpot_s_p50"]
@@ -35,6 +38,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
   for group in _by_case(rows).values():
     summary = group[0] | {
       "task": "mean",
+      "metric": None,  # of different ones
       "score": statistics.mean(row["score"] for row in group),
       "tpot_s_p50": _median(group, "tpot_s_p50"),
       "decode_tokens_per_s": _median(group, "decode_tokens_per_s"),

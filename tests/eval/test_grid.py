@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eval import cli, grid, harness, predictions, processes, results, resume, summary
+from eval import cli, grid, harness, lines, predictions, processes, results, resume, summary
 from kvjax import Generation
 from tests.eval import questions
 
@@ -63,10 +63,10 @@ def ask(monkeypatch, path, tmp_path):
 
 
 def _run_files(folder):
-  lines = (folder / "predictions.jsonl").read_text().splitlines()
+  texts = (folder / "predictions.jsonl").read_text().splitlines()
   rows = results.read_rows(folder)
   free = {"compile_s": None}
-  return sorted(lines), [row | free for row in rows]
+  return sorted(texts), [row | free for row in rows]
 
 
 def test_a_run_that_is_cut_short_anywhere_ends_as_if_it_had_not_been(ask, tmp_path, capsys):
@@ -99,7 +99,7 @@ def test_a_run_that_is_cut_short_anywhere_ends_as_if_it_had_not_been(ask, tmp_pa
 
 def _key(line):
   prediction = json.loads(line)
-  return predictions.key_of(prediction), prediction["pred"], prediction["score"]
+  return lines.key_of(prediction), prediction["pred"], prediction["score"]
 
 
 def test_a_finished_run_prints_its_tables_and_asks_nothing(ask, tmp_path, capsys):
@@ -298,8 +298,8 @@ def test_processes_share_a_run_and_go_on_with_it(ask, tmp_path, capsys):
     capsys.readouterr()
     assert _together(ask) == ["done", "done"]
     assert capsys.readouterr().out.count("predictions.jsonl, manifest.json are in") == 1
-    lines, rows = _run_files(tmp_path / "run")
-    assert [_key(line) for line in lines] == expected and len(rows) == 4
+    texts, rows = _run_files(tmp_path / "run")
+    assert [_key(line) for line in texts] == expected and len(rows) == 4
     assert not list((tmp_path / "run").glob("predictions-*"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eval import harness, loop, predictions
+from eval import harness, lines, loop
 from kvjax import Generation, generate, make_policy
 from models import load
 from tests.eval import questions
@@ -27,7 +27,7 @@ def _measured(made):
   found, compile_s = [], {}
   for fresh in loop.answers(made, loop.batches_of(made), set(), compile_s, quiet=True):
     found += fresh
-  return {predictions.key_of(one): one for one in found}, loop.rows_of(made, found, compile_s)
+  return {lines.key_of(one): one for one in found}, loop.rows_of(made, found, compile_s)
 
 
 @pytest.fixture(scope="module")

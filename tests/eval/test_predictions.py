@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from eval import predictions, results
+from eval import lines, predictions, results
 
 ANSWER = {
   "policy": "quest",
@@ -54,11 +54,11 @@ def test_a_line_that_was_being_written_is_cut_off(tmp_path):
     path.write_bytes(whole[:size])
     expected = [ANSWER, *OTHERS][: sum(end < size for end in ends)]
     assert predictions.read(path) == expected
-    predictions.cut_torn_line(path)
+    lines.cut_torn_line(path)
     assert whole.startswith(path.read_bytes())
     results.append_lines(path, OTHERS[:1])
     assert predictions.read(path) == (expected if OTHERS[0] in expected else [*expected, OTHERS[0]])
-  predictions.cut_torn_line(tmp_path / "none")
+  lines.cut_torn_line(tmp_path / "none")
   assert not (tmp_path / "none").exists()
 
 

@@ -73,6 +73,7 @@ def test_a_row_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 RUN_FILES = ["results.jsonl", "manifest.json", "predictions.jsonl", "predictions-1.jsonl"]
+RUN_FILES += ["measured.jsonl"]
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
@@ -127,11 +128,20 @@ def test_rows_are_replaced_whole_and_read(tmp_path):
       results.read_rows(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
+DAMAGED = ["", "{", "[1]", "[]", "null", '""', "0", "[" * 100_000]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_manifest_is_no_earlier_run(tmp_path, content):
   (tmp_path / "manifest.json").write_text(content)
   with pytest.raises(ValueError, match=r"manifest\.json is no manifest .*choose another --out_dir"):
-    resume.earlier_run(tmp_path)
+    resume.earlier_run(tmp_path, {})
+
+
+def test_an_empty_manifest_is_another_run(tmp_path):
+  (tmp_path / "manifest.json").write_text("{}")
+  with pytest.raises(ValueError, match=r"another run: --flags was None there and is \{\} now"):
+    resume.earlier_run(tmp_path, {})
 
 
 def test_writing_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import harness, loop, predictions, run_needle, tasks
+from eval import harness, lines, loop, predictions, run_needle, tasks
 from kvjax import make_policy
 from kvjax.types import Policy
 from tests.models import tiny
@@ -67,7 +67,7 @@ def _answers(folder):
   """Key -> prediction, each of them once."""
   found = predictions.read(folder / "predictions.jsonl")
   assert len(found) == len((folder / "predictions.jsonl").read_text().splitlines())
-  return {predictions.key_of(one): one for one in found}
+  return {lines.key_of(one): one for one in found}
 
 
 def _of_row(row, answers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -176,6 +177,126 @@ def test_the_command_writes_rows_a_manifest_and_a_picture(command, tmp_path, cap
   assert (out / "nll_by_position.png").read_bytes()[:4] == b"\x89PNG"
   printed = capsys.readouterr().out
   assert "streaming@64" in printed and "nll by position" in printed
+
+
+# Made once, so that what is compiled for them is found again.
+_load = functools.cache(load)
+
+
+@functools.cache
+def _made():
+  both = make_policy("dense"), make_policy("streaming", budget_tokens=64)
+  return [(made, made.stores[0]) for made in both]
+
+
+@pytest.fixture
+def run(command, tmp_path, monkeypatch):
+  """Runs the command, cut short at a text if wanted; returns the policies that scored one."""
+  monkeypatch.setattr(run_perplexity.plots_perplexity, "nll_by_position", lambda *args: None)
+  monkeypatch.setattr(run_perplexity, "load", _load)
+  monkeypatch.setattr(run_perplexity, "choose_policies", lambda args: _made())
+  scored, score, given = [], run_perplexity.score, {}
+
+  def counted(runner, *args):
+    scored.append(runner.policy.name)
+    if len(scored) == given["fails_at"]:
+      raise KeyboardInterrupt
+    return score(runner, *args)
+
+  monkeypatch.setattr(run_perplexity, "score", counted)
+
+  def start(fails_at=0, **changes):
+    scored.clear()
+    given["fails_at"] = fails_at
+    flags = {name: str(value) for name, value in changes.items()}
+    monkeypatch.setattr(run_perplexity.cli, "flag_values", lambda: flags)
+    run_perplexity.main(_args(command, tmp_path, **changes))
+    return list(scored)
+
+  return start
+
+
+def _files(tmp_path):
+  return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_run_that_is_cut_short_ends_as_if_it_had_not_been(run, tmp_path, capsys):
+  """Between two texts, between policies, and in the midst of a line."""
+  assert run() == ["dense", "dense", "streaming", "streaming"]
+  whole = _files(tmp_path)
+  for fails_at, torn, again in ((2, 0, 3), (3, 0, 2), (4, 0, 1), (4, 9, 2)):
+    (tmp_path / "out").rename(tmp_path / f"out-{fails_at}-{torn}")
+    with pytest.raises(KeyboardInterrupt) as caught:
+      run(fails_at)
+    kept = f"{fails_at - 1} answers are in {tmp_path / 'out'}, go on with the same command"
+    assert kept in caught.value.__notes__[0]
+    path = tmp_path / "out" / "measured.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before[: len(before) - torn])
+    capsys.readouterr()
+    assert run() == ["dense", "dense", "streaming", "streaming"][-again:]
+    assert f"; {4 - again} are scored already" in capsys.readouterr().out
+    lines = path.read_bytes().splitlines()
+    assert lines[: 4 - again] == before.splitlines()[: 4 - again] and len(lines) == 4
+    assert _scores(_files(tmp_path)) == _scores(whole)
+    assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["resumed"]) == 1
+  with pytest.raises(KeyboardInterrupt):
+    run(1, out_dir=str(tmp_path / "none"))
+  assert not (tmp_path / "none").exists()
+
+
+def _scores(files):
+  """Rows without their times."""
+  rows = [json.loads(line) for line in files["results.jsonl"].splitlines()]
+  timed = ("_s_", "_per_s", "compile_s", "speedup")
+  return [{n: v for n, v in row.items() if not any(t in n for t in timed)} for row in rows]
+
+
+def test_a_finished_run_scores_nothing_and_its_rows_are_made_of_its_lines(run, tmp_path, capsys):
+  run()
+  before = _files(tmp_path)
+  first = capsys.readouterr().out
+  (tmp_path / "out" / "results.jsonl").unlink()
+  assert run() == []
+  assert _files(tmp_path) == before and first.endswith(capsys.readouterr().out)
+
+
+def test_times_of_a_row(run, tmp_path):
+  run()
+  lines = [json.loads(line) for line in _files(tmp_path)["measured.jsonl"].splitlines()]
+  row = json.loads(_files(tmp_path)["results.jsonl"].splitlines()[1])
+  of_row = [line for line in lines if line["policy"] == "streaming"]
+  ttft_s = [line["ttft_s"] for line in of_row]
+  steps = [second for line in of_row for second in line["step_s"]]
+  assert len(steps) == 2 * 40 and row["ttft_s_p50"] == pytest.approx(np.median(ttft_s))
+  assert row["prefill_tokens_per_s"] == pytest.approx(2 * 120 / sum(ttft_s))
+  assert row["decode_tokens_per_s"] == pytest.approx(2 * 40 / sum(steps))
+  assert row["tpot_s_p99"] == pytest.approx(np.percentile(steps, 99))
+  assert row["compile_s"] == of_row[0]["compile_s"] > 0
+
+
+def test_another_run_or_a_damaged_line_is_refused(run, command, tmp_path):
+  run(tokens=40)
+  before = _files(tmp_path)
+  with pytest.raises(ValueError, match=r"another run: --tokens was '40' there and is '39' now"):
+    run(tokens=39)
+  book = tmp_path / "book.txt"
+  book.write_text(Path(command["text_file"]).read_text("utf-8") + "more", "utf-8")
+  with pytest.raises(ValueError, match=r"another run: --text_file|the data book\.txt was"):
+    run(tokens=40, text_file=str(book))
+  assert _files(tmp_path) == before
+  path = tmp_path / "out" / "measured.jsonl"
+  first, *rest = before["measured.jsonl"].splitlines(keepends=True)
+  for damaged, complaint in (
+    (first[:50] + b"\n", "not JSON"),
+    (first.replace(b'"token_nll": [', b'"token_nll": [null, '), "token_nll is not a list of float"),
+    (first.replace(b'"task"', b'"tusk"'), "no field 'task'"),
+  ):
+    path.write_bytes(b"".join([damaged, *rest]))
+    with pytest.raises(
+      ValueError, match=rf"measured\.jsonl, line 1: {complaint}.*; mend or delete"
+    ):
+      run(tokens=40)
 
 
 def test_a_run_without_dense_is_drawn_and_reported(rows, tmp_path):

@@ -10,10 +10,15 @@ from eval import summary
 def _row(policy, task, score, **fields):
   costs = {"tpot_s_p50": 0.1, "device_kv_bytes": 100, "metadata_bytes": 1, "window_tokens": None}
   counts = {"num_examples": 4, "limit_hits": 1, "decode_tokens_per_s": 10.0}
-  row = {"policy": policy, "store": "resident", "task": task, "score": score} | costs | counts
+  row = (
+    {"policy": policy, "store": "resident", "task": task, "metric": "f1", "score": score}
+    | costs
+    | counts
+  )
   relative = {"dense_score": None, "retention": None, "speedup_vs_dense": None}
   budget = None if policy == "dense" else 64
-  return row | relative | {"budget_tokens": budget, "question_in_window": None} | fields
+  row |= {"budget_tokens": budget, "question_in_window": None, "metric": "f1"}
+  return row | relative | fields
 
 
 def test_differences_to_dense_task_by_task():
@@ -34,6 +39,17 @@ def test_without_dense_nothing_is_compared():
   row = summary.compare(_row("quest", "a", 0.25), [])
   assert row["dense_score"] is None
   assert "0.25" in summary.tables([row]) and "(" not in summary.tables([row])
+
+
+def test_each_metric_of_a_task_has_its_own_dense_row():
+  dense = [_row("dense", "a", score, metric=metric) for metric, score in (("f1", 1.0), ("em", 0.5))]
+  for metric, retention in (("f1", 0.25), ("em", 0.5)):
+    row = summary.compare(_row("quest", "a", 0.25, metric=metric), dense)
+    assert row["retention"] == retention
+  row = summary.compare(
+    _row("quest", "a", None, metric="nll"), [_row("dense", "a", None, metric="nll")]
+  )
+  assert row["retention"] is None and row["speedup_vs_dense"] == 1.0
 
 
 def test_answers_that_end_at_once_have_no_speed():
