@@ -72,7 +72,7 @@ def scored(
     rests = {span.prompt: span.rest for span in rounds[place]}
     rows = [rests.get(prompt, ()) for prompt in prompts]
     rows += [()] * (machine.batch_size - len(rows))
-    kept = cache if place == left[-1] else _copy(cache)
+    kept = cache if place == left[-1] else jax.block_until_ready(_copy(cache))
     scores = scoring.follow(machine.runner, machine.loaded.params, last, kept, rows)
     found = dict(zip(prompts, zip(scores.log_probs, scores.greedy, strict=True), strict=False))
     ttft_s = None if place else prefill_s + scores.first_s

@@ -76,6 +76,8 @@ def main(args: flags.FlagValues) -> None:
   policies = choose_policies(args)
   if not args.tasks:
     raise ValueError("--tasks is empty; `lm_eval ls tasks` lists the harness' own")
+  if len(set(args.tasks)) < len(args.tasks):
+    raise ValueError(f"--tasks={','.join(args.tasks)}: one comes twice; name each of them once")
   if importlib.util.find_spec("lm_eval") is None:
     raise ValueError('lm-evaluation-harness is not installed; pip install "kvjax[lm_eval]"')
   tasks = _tasks(args)
@@ -174,8 +176,13 @@ def data_of(manager: TaskManager, names: Sequence[str]) -> dict[str, str]:
 
 
 def _text(content: Any) -> str:
-  """Of anything, without the addresses that objects without a text of their own print."""
-  return re.sub(" at 0x[0-9a-f]+", "", json.dumps(content, sort_keys=True, default=str))
+  """The same of the same content in every process: sets in order, objects without addresses."""
+  text = json.dumps(
+    content,
+    sort_keys=True,
+    default=lambda one: sorted(map(str, one)) if isinstance(one, set) else str(one),
+  )
+  return re.sub(" at 0x[0-9a-f]+", "", text)
 
 
 def _tasks(args: flags.FlagValues) -> TaskManager:

@@ -411,6 +411,16 @@ def test_an_unknown_task_is_one_line(model, tmp_path, offline):
   assert not (tmp_path / "out").exists()
 
 
+def test_a_task_that_comes_twice_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="--tasks=a,b,a: one comes twice; name each of them once"):
+    run_lm_harness.main(Args(out_dir=str(tmp_path / "out"), tasks=["a", "b", "a"]))
+
+
+def test_the_digest_of_a_task_is_of_its_content():
+  text = run_lm_harness._text({"b": {"z", "y", "x"}, "a": object()})
+  assert text == '{"a": "<object object>", "b": ["x", "y", "z"]}'
+
+
 def test_the_harness_own_way(model, tmp_path):
   """Its own command, with its own flags, on a model that it only knows through our module."""
   environment = os.environ | {
