@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eval import results
-from eval.report_rows import Case, Group, Run, command_of, extra_fields, means
+from eval.means import extra_fields
+from eval.report_rows import Case, Group, Run, command_of, means
 from eval.results import Row
 
 SHOWN_EXAMPLES = 3  # of each task

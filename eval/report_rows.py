@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eval import jsonl
+from eval.means import over_tasks
 from eval.results import MANIFEST, PREDICTIONS, RESULTS, ROW_FIELDS, Row
 
 _NEEDED = ("policy", "task")
@@ -27,12 +27,6 @@ _DIFFERENCES = {
 }
 # Flags that runs may differ in and still be compared.
 _COMPARED = ("policies", "stores", "budget_tokens", "page_size", "tasks", "scores", "page_sizes")
-_MEDIANS = (
-  *("ttft_s_p50", "ttft_s_p90", "ttft_s_p99", "tpot_s_p50", "tpot_s_p90", "tpot_s_p99"),
-  *("prefill_tokens_per_s", "decode_tokens_per_s", "speedup_vs_dense", "recall_bytes_per_step"),
-  *("page_hit_ratio", "token_hit_ratio", "recall_stall_s_p50", "recall_stall_s_p99"),
-)
-_LARGEST = ("device_kv_bytes", "peak_kv_bytes", "host_kv_bytes", "metadata_bytes")
 
 
 class Run(NamedTuple):
@@ -152,43 +146,8 @@ def command_of(run: Run) -> str:
 
 
 def means(case: Case) -> Row:
-  """One row of a case, over its tasks.
-
-  Scores are means of the tasks, each counting the same; times and speeds medians; bytes the most.
-  Beside fields of a row: `num_tasks`; `limit_ratio`, the share of the answers that the limit ended;
-  and of fields that only this kind of run has, medians.
-  """
-  rows, first = case.rows, case.rows[0]
-  both = [(row["score"], row["dense_score"]) for row in rows if _has(row, "score", "dense_score")]
-  dense = sum(one for _, one in both)
-  limited = [row for row in rows if _has(row, "limit_hits", "num_examples")]
-  asked = sum(row["num_examples"] for row in limited)
-  others = [name for row in rows for name in extra_fields(row)]
-  scores, counts = _values(rows, "score"), _values(rows, "num_examples")
-  return {
-    "policy": case.series,
-    "store": first.get("store"),
-    "budget_tokens": case.budget_tokens,
-    "page_size": first.get("page_size"),
-    "batch_size": first.get("batch_size"),
-    "simulated": bool(first.get("simulated")),
-    "num_tasks": len(rows),
-    "num_examples": sum(counts) if counts else None,
-    "score": statistics.mean(scores) if scores else None,
-    "retention": sum(one for one, _ in both) / dense if dense else None,
-    "limit_ratio": sum(row["limit_hits"] for row in limited) / asked if asked else None,
-    **{name: max(_values(rows, name), default=None) for name in _LARGEST},
-    **{name: _median(rows, name) for name in (*_MEDIANS, *dict.fromkeys(others))},
-  }
-
-
-def extra_fields(row: Row) -> list[str]:
-  """Names of the numbers that only this kind of run has."""
-  return [
-    name
-    for name, value in row.items()
-    if name not in ROW_FIELDS and isinstance(value, int | float) and not isinstance(value, bool)
-  ]
+  """`eval.means.over_tasks` of a case, under its name."""
+  return over_tasks(case.rows) | {"policy": case.series}
 
 
 def _read_lines(path: Path) -> tuple[list[tuple[int, Row]], bool]:
@@ -380,16 +339,3 @@ def _differing(runs: Sequence[Run]) -> list[str]:
     for name in ("commit", "versions", "data", "cpu")
     if any(run.manifest.get(name) != first.get(name) for run in runs)
   ]
-
-
-def _has(row: Row, *names: str) -> bool:
-  return all(row.get(name) is not None for name in names)
-
-
-def _values(rows: Sequence[Row], name: str) -> list[Any]:
-  return [row[name] for row in rows if row.get(name) is not None]
-
-
-def _median(rows: Sequence[Row], name: str) -> float | None:
-  values = _values(rows, name)
-  return statistics.median(values) if values else None

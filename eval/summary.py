@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from eval import plots, results
+from eval.means import over_tasks
 from eval.results import Row
 
 _COSTS = (
@@ -33,42 +33,30 @@ def compare(row: Row, rows: Sequence[Row]) -> Row:
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-  """One row for each policy, store and budget: its mean score, and its median speed, over tasks."""
-  summaries: list[Row] = []
-  for group in _by_case(rows).values():
-    summary = group[0] | {
-      "task": "mean",
-      "metric": None,  # of different ones
-      "score": statistics.mean(row["score"] for row in group),
-      "tpot_s_p50": _median(group, "tpot_s_p50"),
-      "decode_tokens_per_s": _median(group, "decode_tokens_per_s"),
-      "num_examples": sum(row["num_examples"] for row in group),
-      "limit_hits": sum(row["limit_hits"] for row in group),
-      "question_in_window": _inside(group),
-    }
-    summaries.append(compare(summary, summaries))
-  return summaries
+  """`eval.means.over_tasks` of each policy, store and budget."""
+  return [over_tasks(group) for group in _by_case(rows).values()]
 
 
 def tables(rows: Sequence[Row]) -> str:
   """Two tables: the score of each task with its difference to dense; means and costs."""
   names = list(dict.fromkeys(row["task"] for row in rows))
-  scores = []
+  scores, costs = [], []
   for group in _by_case(rows).values():
     cells = {row["task"]: _score(row) for row in group}
     scores.append({"policy": plots.label(group[0]), "store": group[0]["store"]} | cells)
-  costs = [
-    row | {"limit_hits": f"{row['limit_hits']} of {row['num_examples']}"} for row in means(rows)
-  ]
+    mean = over_tasks(group)
+    hits = f"{mean['limit_hits']} of {mean['num_examples']}"
+    costs.append(mean | {"limit_hits": hits, "question_in_window": _inside(group)})
   table = results.table(scores, ("policy", "store", *names))
   return f"{table}\n\n{results.table(costs, _COSTS)}"
 
 
 def draw(rows: Sequence[Row], title: str, out_dir: Path) -> list[str]:
   """Names of the pictures that were made."""
-  timed = [row for row in means(rows) if row["decode_tokens_per_s"]]
+  summaries = means(rows)
+  timed = [row for row in summaries if row["decode_tokens_per_s"]]
   names = ["accuracy_bytes.png"]
-  plots.accuracy_against_bytes(means(rows), title, out_dir / names[0])
+  plots.accuracy_against_bytes(summaries, title, out_dir / names[0])
   if timed:
     names.append("accuracy_speed.png")
     plots.accuracy_against_speed(timed, title, out_dir / names[-1])
@@ -83,11 +71,6 @@ def _by_case(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
   for row in rows:
     cases.setdefault((row["policy"], row["store"], row["budget_tokens"]), []).append(row)
   return cases
-
-
-def _median(group: Sequence[Row], name: str) -> float | None:
-  values = [row[name] for row in group if row[name]]
-  return statistics.median(values) if values else None
 
 
 def _score(row: Row) -> str:

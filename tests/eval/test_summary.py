@@ -31,6 +31,7 @@ def test_differences_to_dense_task_by_task():
   dense, quest = summary.means(rows)
   assert dense["score"] == 0.75 and quest["score"] == 0.5
   assert quest["retention"] == pytest.approx(2 / 3)
+  assert quest["speedup_vs_dense"] == pytest.approx(2.5)  # as in reports: the median of both tasks
   assert "2 of 8" in summary.tables(rows)  # answers that were cut at their limit
   assert quest["tpot_s_p50"] == pytest.approx(0.075) and dense["tpot_s_p50"] == pytest.approx(0.2)
 
