@@ -110,7 +110,7 @@ def deltas(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
       axes.text(task, line, f"{delta:+.2f}", ha="center", va="center", fontsize=8, color=color)
   axes.set_xticks(range(len(tasks)), columns, fontsize=8)
   axes.set_yticks(range(len(lines)), labels, fontsize=8)
-  figure.suptitle(f"score minus that of dense (scores from 0 to 1)\n{_title(title)}", fontsize=9)
+  _head(figure, f"score minus that of dense (scores from 0 to 1)\n{title}")
   figure.colorbar(picture, ax=axes, shrink=0.8)
   save(figure, path)
 
@@ -137,7 +137,7 @@ def latencies(panels: Mapping[str, Sequence[Spread]], title: str, path: Path) ->
     for q, marker in PERCENTILES.items()
   ]
   figure.legend(handles=drawn, loc="outside lower center", ncols=len(drawn), fontsize=8)
-  figure.suptitle(_title(title), fontsize=9)
+  _head(figure, title)
   save(figure, path)
 
 
@@ -148,7 +148,7 @@ def head_maps(
 
   Args:
     name: of the value; one that ends with _ratio is drawn in percent.
-    maps: label -> values [layers][heads]; None stays white.
+    maps: label -> values [layers][heads]; None is grey.
     limits: least and greatest value that has a color of its own.
     title: what was asked of which model, where.
     path: of the PNG.
@@ -164,6 +164,7 @@ def head_maps(
   colors = ScalarMappable(Normalize(scale * limits[0], scale * limits[1]))
   for axes, (one, grid) in zip(panels.flat, grids.items(), strict=False):
     axes.imshow(grid, aspect="auto", norm=colors.norm)
+    axes.set_facecolor("0.85")
     axes.set_title(wrapped(one), fontsize=8)
     axes.set_xlabel("layer", fontsize=8)
     axes.set_ylabel("head", fontsize=8)
@@ -173,8 +174,10 @@ def head_maps(
   for axes in panels.flat[len(grids) :]:
     axes.set_axis_off()
   label = name.removesuffix("_ratio").replace("_", " ") + ", %" * (scale == 100)
-  figure.colorbar(colors, ax=panels, shrink=min(1, 1.5 / down), label=_title(label))
-  figure.suptitle(_title(title), fontsize=9)
+  bar = figure.colorbar(colors, ax=panels, shrink=min(1, 1.5 / down))
+  bar.set_label(_title(label), fontsize=8)
+  bar.ax.tick_params(labelsize=7)
+  _head(figure, title)
   save(figure, path)
 
 
@@ -196,18 +199,22 @@ def _accuracy(
   policies = dict.fromkeys(row["policy"] for row in rows)
   # What a legend needs: a line of 8 points is 0.15 inches high.
   needs = 1.4 + 0.15 * sum(wrapped(one).count("\n") + 1 for one in policies)
-  size = (9.2 if many else 6.4, max(4.2, needs * many))
+  size = (11.0, max(5.2, needs)) if many else (6.4, 4.2)
   figure = Figure(figsize=size, layout="constrained")
   axes = figure.subplots()
   (_draw_lines if many else _draw_labelled)(axes, rows, xs)
   if many:
-    figure.legend(loc="outside right upper", fontsize=8, title="larger mark: more tokens")
+    figure.legend(
+      loc="outside right upper", fontsize=8, title="larger mark: more tokens", title_fontsize=8
+    )
   top = _top(100 * max(row["score"] for row in rows))
-  axes.set(xlim=(0, 1.15 * max(xs) or 1), ylim=(-0.12 * top, 1.12 * top))
-  axes.yaxis.set_major_locator(MaxNLocator(5))
+  around = 0.04 if many else 0.12  # labels stand above and below their points
+  axes.set(xlim=(0, (1.05 if many else 1.15) * max(xs) or 1))
+  axes.set_ylim(-around * top, (1 + around) * top)
+  axes.set_yticks(np.linspace(0, top, 6))
   axes.set_xlabel(name)
   axes.set_ylabel("score, %")
-  axes.set_title(_title(title), fontsize=10)
+  axes.set_title(_title(title), fontsize=9, loc="left")
   axes.grid(alpha=0.3)
   save(figure, path)
 
@@ -215,6 +222,11 @@ def _accuracy(
 def _top(highest: float) -> int:
   """The end of an axis of percentages: 100, or less where all are low."""
   return next(end for end in (5, 10, 20, 50, 100) if highest <= end or end == 100)
+
+
+def _head(figure: Figure, title: str) -> None:
+  """At the left, where a narrow screen shows it of a wide picture."""
+  figure.suptitle(_title(title), fontsize=9, x=0.01, horizontalalignment="left")
 
 
 def _title(text: str) -> str:
@@ -277,6 +289,9 @@ def _draw_lines(axes: Axes, rows: Sequence[Mapping[str, Any]], xs: Sequence[floa
   for kind, (policy, by_budget) in enumerate(lines.items()):
     points = [(x, y) for _, x, y in sorted(by_budget)]
     color, marker = f"C{kind}", MARKERS[kind % len(MARKERS)]
+    if policy == "dense":  # what the others are measured against
+      color = "black"
+      axes.axhline(points[0][1], color=color, linewidth=0.8, linestyle=":")
     axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.6)
     for size, (x, y) in enumerate(points):
       name = None if size else wrapped(policy)

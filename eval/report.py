@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
-from eval import cli, plots, report_html, results
+from eval import cli, plots, report_html, report_tables, results
 from eval.plots import Spread
 from eval.report_rows import Case, Group, group_runs, means, read_run
 from eval.results import Row, write_atomically
@@ -99,7 +99,7 @@ def _write(folders: Sequence[Path], out: Path | None) -> tuple[Path, str]:
     parts += [
       report_html.group_head(place, group),
       *(_shown(plot, picture) for plot, picture in drawn),
-      report_html.task_scores(group),
+      report_tables.task_scores(group),
       report_html.answers(group),
     ]
   models = ", ".join(dict.fromkeys(group.model.partition(" (")[0] for group in groups))
@@ -124,15 +124,16 @@ def _terminal(group: Group) -> str:
   rows = []
   for case in group.cases:
     row = means(case)
-    percent = {name: report_html.shown(name, row[name]) for name in ("score", "retention")}
-    percent["limit hits"] = report_html.shown("limit_ratio", row["limit_ratio"])
+    percent = {name: report_tables.shown(name, row[name]) for name in ("score", "retention")}
+    percent["limit hits"] = report_tables.shown("limit_ratio", row["limit_ratio"])
     rows.append(row | percent | {"policy": case.label, "tasks": row["num_tasks"]})
   return f"{report_html.heading(group)}\n{results.table(rows, _TERMINAL)}"
 
 
 def _shown(plot: Plot, picture: bytes) -> str:
   inside = report_html.figure(plot.caption, picture)
-  return report_html.folded(plot.caption, inside) if plot.folded else inside
+  summary = plot.caption.partition(". ")[0]
+  return report_html.folded(summary, inside) if plot.folded else inside
 
 
 def _drawn(group: Group) -> Iterator[tuple[Plot, bytes]]:
@@ -228,31 +229,47 @@ def _latency_caption(panels: dict[str, list[Spread]]) -> str:
 
 
 def _head_plots(group: Group) -> Iterator[Plot]:
-  by_name: dict[str, dict[str, list]] = {}
+  """Maps by name, one for each case: of many tasks there would be pictures by the dozen."""
+  by_name: dict[str, dict[str, np.ndarray]] = {}
   for case in group.cases:
-    for row in case.rows:
-      label = case.label if len(case.rows) == 1 else f"{case.label}, {row['task']}"
-      for name, values in (row.get("head_maps") or {}).items():
-        by_name.setdefault(name, {})[label] = values
+    for name in dict.fromkeys(name for row in case.rows for name in row.get("head_maps") or {}):
+      by_name.setdefault(name, {})[case.label] = _mean_map(case, name)
   for name, maps in by_name.items():
     labels, limits = list(maps), _limits(maps.values())  # the same colors in all pictures
     for start in range(0, len(labels), _MAPS_IN_A_PICTURE):
       some = labels[start : start + _MAPS_IN_A_PICTURE]
-      yield _head_plot(name, {one: maps[one] for one in some}, limits, start)
+      yield _head_plot(name, {one: maps[one] for one in some}, limits, start, len(labels))
 
 
-def _limits(maps: Iterable[list]) -> tuple[float, float]:
-  values = np.concatenate([np.array(one, float).ravel() for one in maps])
+def _mean_map(case: Case, name: str) -> np.ndarray:
+  """f[layers, heads], over those tasks that have a number there; NaN where none has."""
+  found = [row["head_maps"][name] for row in case.rows if name in (row.get("head_maps") or {})]
+  maps = [np.array(one, float) for one in found]
+  shapes = list(dict.fromkeys(one.shape for one in maps))
+  if len(shapes) > 1:
+    raise ValueError(
+      f"{case.label}: head_maps {name!r} is {shapes[0]} of one task and {shapes[1]} of another, "
+      "expected [layers][heads] of the same model; make reports of them apart"
+    )
+  return np.ma.masked_invalid(maps).mean(axis=0).filled(np.nan)
+
+
+def _limits(maps: Iterable[np.ndarray]) -> tuple[float, float]:
+  values = np.concatenate([one.ravel() for one in maps])
   known = values[np.isfinite(values)]
   return (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
 
 
-def _head_plot(name: str, maps: dict[str, list], limits: tuple[float, float], start: int) -> Plot:
-  number = 1 + start // _MAPS_IN_A_PICTURE
-  what = report_html.header(name)
+def _head_plot(
+  name: str, maps: dict[str, np.ndarray], limits: tuple[float, float], start: int, total: int
+) -> Plot:
+  number, last = 1 + start // _MAPS_IN_A_PICTURE, start + len(maps)
+  what = report_tables.header(name)
+  some = "" if len(maps) == total else f", {start + 1} to {last} of {total}"
   return Plot(
     f"heads_{''.join(one if one.isalnum() else '_' for one in name)}_{number}",
-    f"Layers and heads: {what}, {start + 1} to {start + len(maps)}.",
+    f"Layers and heads: {what}, mean over tasks{some}. Grey: nothing was measured there, as in "
+    "layers that do not select.",
     lambda title, path: plots.head_maps(name, maps, limits, title, path),
     folded=True,
   )

@@ -274,6 +274,7 @@ def _plot(rows: Sequence[Row], title: str, path: Path) -> None:
     panel.xaxis.set_major_formatter("{x:g}")
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.grid(alpha=0.3)
+  panels[1].set_ylim(-4, 104)
   figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
   figure.suptitle(title, fontsize=10)
   picture = io.BytesIO()

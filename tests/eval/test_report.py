@@ -6,9 +6,10 @@ import base64
 import json
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
-from eval import report, report_html, report_rows
+from eval import report, report_html, report_rows, report_tables
 
 HOSTILE = '<script>alert(1)</script><img src="http://evil/x.png">\x00\ud800\u202e $\\frac'
 LONG = "quest:score=minmax:candidates=4:digest_dtype=int8"
@@ -128,11 +129,11 @@ def test_a_page_says_it_all_and_needs_nothing(tmp_path):
     one["alt"] for one in page.images
   )
   wanted = [
-    *(LONG, "1,024 tokens", "37.5 %", "75.0 %", "1.5 s", "20.0 ms", "30.0 ms", "40.0 ms"),
-    *("300.0 tok/s", "75.0 tok/s", "1.50x", "2.0 MB", "3.0 kB", "25.0 %"),
+    *(LONG, "1,024", "37.5", "75.0", "1.5 s", "20.0 ms", "30.0 ms", "40.0 ms"),
+    *("300.0", "75.0", "1.50x", "2.0 MB", "3.0 kB", "25.0"),
   ]
   assert wanted in page.rows
-  assert [LONG + "@1024", "25.0 % (-25.0)", "50.0 % (+0.0)"] in page.rows
+  assert [LONG + "@1024", "25.0 (-25.0)", "50.0 (+0.0)"] in page.rows
   for text in ("abcdef0123456789", "c0ffee", "book d0d0", "lookup: 2 of 2 examples"):
     assert text in page.text
   command = "python -m eval.run_needle '--policies=dense,\"a:b=(1,2)\"' --seed=0 --noshare"
@@ -155,6 +156,40 @@ def test_an_older_run(tmp_path, capsys):
   assert printed[0] == "run_needle: unknown model on unknown device"
   assert printed[3].split()[:4] == ["dense", "1", "100.0", "%"]
   assert printed[-1] == f"written to {folder / 'report.html'}"
+
+
+def test_what_is_the_same_of_all_stands_before_a_table(tmp_path):
+  """Units stand in its head, so that the columns of a run find room."""
+  rows = [row(question_tokens=31), row("h2o", question_tokens=31, rank=2), row("h2o", "chain")]
+  (group,) = groups_of(write_run(tmp_path / "a", rows))
+  table = report_tables.mean_scores(group)
+  assert "All of them: store resident, page size 16 tokens, batch size 1, question 31 to" in table
+  assert ">budget, tokens</th>" in table and ">score, %</th>" in table and ">rank</th>" in table
+  scores = report_tables.task_scores(group)
+  assert "All of them: string_match_all, 4 examples." in scores and 'class="narrow"' not in scores
+  others = [row(task=f"t{n}", metric=f"m{n}") for n in range(7)]
+  (group,) = groups_of(write_run(tmp_path / "b", others))
+  scores = report_tables.task_scores(group)
+  assert "t6 (m6, 4 examples)" in scores and "All of them" not in scores
+  assert 'class="narrow"' in scores
+
+
+def test_a_head_map_is_the_mean_over_tasks(tmp_path):
+  maps = ([[None, None], [0.5, None]], [[None, None], [1.0, 0.25]])
+  rows = [row(task=f"t{n}", head_maps={"a": one}) for n, one in enumerate(maps)]
+  rows += [row(task="none"), row("h2o", head_maps={"a": [[2.0]]})]
+  (group,) = groups_of(write_run(tmp_path / "a", rows))
+  mean = report._mean_map(group.cases[0], "a")
+  np.testing.assert_array_equal(mean, [[np.nan, np.nan], [0.75, 0.25]])
+  plots = [plot for plot in report._plots(group) if plot.name == "heads_a_1"]
+  assert [plot.caption[:42] for plot in plots] == ["Layers and heads: a, mean over tasks. Grey"]
+  rows[1]["head_maps"] = {"a": [[1.0, 2.0]]}
+  folder = write_run(tmp_path / "b", rows)
+  with pytest.raises(
+    ValueError, match=r"dense: head_maps 'a' is \(2, 2\) of one task and \(1, 2\)"
+  ):
+    report.write(folder)
+  assert not list(folder.glob("report*"))
 
 
 def test_numbers_that_are_none_are_not_shown(tmp_path):
