@@ -97,11 +97,21 @@ def load(source: str, dtype: str = "float32") -> Loaded:
   return Loaded(found.name, model, params, found.tokenizer, content_hash, found.path)
 
 
-def abstract(source: str, dtype: str = "float32") -> tuple[Model, Params]:
+def abstract(source: str, dtype: str = "float32", *, hashed: bool = False) -> tuple[Model, Params]:
   """A model with `jax.ShapeDtypeStruct`s for parameters, so that its bytes can be counted and its
-  programs compiled on any machine; reads no weights, and so knows no hash of them. Arguments and
-  errors are those of `load`."""
-  return _abstract(_find(source), dtype)
+  programs compiled on any machine. Errors are those of `load`.
+
+  Args:
+    source: as of `load`.
+    dtype: as of `load`.
+    hashed: the config gets the content hash too, for policies with a profile; every file of weights
+      is read for it. Otherwise no weights are, and there is none.
+  """
+  found = _find(source)
+  if hashed:
+    config = dataclasses.replace(found.config, content_hash=found.content_hash(dtype))
+    found = found._replace(config=config)
+  return _abstract(found, dtype)
 
 
 def open_files(source: str) -> Opened:

@@ -4,7 +4,8 @@
       --capacity_tokens=32768 --dtype=bfloat16
 
 Nothing is allocated: the decode step is compiled for this machine's backend from shapes alone, and
-XLA says what it would take.
+XLA says what it would take. Only for a policy with a profile the weights are read, to compare their
+sha256 with the profile's.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 import jax
 from absl import flags
 
-from eval import cli
+from eval import cli, layers
 from eval.results import human_seconds, table
 from kvjax import CacheConfig, Runner, make_policy, prepare
 from kvjax.engine import steps
+from kvjax.policies import split_spec
 from kvjax.types import Params
 from models import abstract
 from models.loading import DTYPES
@@ -39,7 +41,8 @@ def define_flags() -> None:
 def main(args: flags.FlagValues) -> None:
   """What is inspected, how long it took to compile, the table."""
   policy = make_policy(args.policy, budget_tokens=args.budget_tokens, page_size=args.page_size)
-  model, params = abstract(args.model, args.dtype)
+  hashed = "profile" in split_spec(args.policy)[1]  # which must be one of these very weights
+  model, params = abstract(args.model, args.dtype, hashed=hashed)
   capacity = args.capacity_tokens or model.config.max_tokens
   cache = CacheConfig(args.batch_size, capacity, args.page_size, args.dtype, base_tokens=capacity)
   runner = prepare(model, policy, args.store or policy.stores[0], cache)
@@ -87,9 +90,10 @@ def _plan(source: str, runner: Runner, params: Params) -> str:
   config, cache, policy = runner.model.config, runner.prefill_config, runner.policy
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
   budget = "" if policy.budget_tokens is None else f" with {policy.budget_tokens:,} tokens"
+  chosen = "" if policy.name == "dense" else f"; {layers.selecting(runner)}"
   return (
     f"model   {source}, {config.family} of {config.num_layers} layers, {count:,} parameters\n"
-    f"policy  {policy.name}{budget} on store {runner.store.name}\n"
+    f"policy  {policy.name}{budget} on store {runner.store.name}{chosen}\n"
     f"cache   {cache.batch_size:,} rows of {cache.capacity_tokens:,} tokens in {cache.dtype}"
   )
 

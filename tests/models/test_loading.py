@@ -25,6 +25,8 @@ def test_the_config_knows_the_weights_and_equals_others_of_its_shape():
   assert f32.model.config == bf16.model.config == models.abstract("random:stories260k")[0].config
   assert hash(f32.model.config) == hash(bf16.model.config)
   assert models.abstract("random:stories260k")[0].config.content_hash == ""
+  known = models.abstract("random:stories260k", "bfloat16", hashed=True)[0].config.content_hash
+  assert known == bf16.content_hash
 
 
 def test_random_weights_with_a_longer_context():
