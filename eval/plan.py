@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from eval import harness, loop, results
+from eval import harness, layers, loop, results
 from eval.loop import Grid
 
 _SIZES = (
@@ -14,7 +14,7 @@ _SIZES = (
 
 
 def text(grid: Grid, data: Mapping[str, str], out_dir: Path, answered: int) -> str:
-  """Model, data, tasks and bytes.
+  """Model, data, tasks, layers that select, and bytes.
 
   Args:
     grid: what will run.
@@ -43,6 +43,7 @@ def text(grid: Grid, data: Mapping[str, str], out_dir: Path, answered: int) -> s
       *(f"{'' if row else 'data':<10} {name}" for row, name in enumerate(names)),
       f"questions  {len(grid.examples)} for each of {len(grid.runners)} caches, {batch} at a time"
       f"{going_on}",
+      f"layers     {layers.summary(grid.runners) or '-'}",
       f"results    {out_dir}",
       "",
       results.table(shown, tuple(shown[0])),

@@ -107,13 +107,19 @@ def main(args: flags.FlagValues) -> None:
   capacity = -(-longest // max(sizes)) * max(sizes)
   finest = CacheConfig(1, capacity, min(sizes), base_tokens=capacity)
   dense = prepare(loaded.model, watcher(min(sizes), _DENSE_LAYERS), "resident", finest)
+  if not dense.plan.select_layers:
+    raise ValueError(
+      f"{loaded.name} has {loaded.model.config.num_layers} layers, of which quest leaves the first "
+      f"{_DENSE_LAYERS} dense: no layer selects by a score; choose a deeper --model"
+    )
   for question in questions:
     check_request(dense, [question.prompt_ids], args.max_new_tokens)
   count = len(scores) * len(budgets) * len(sizes)
   print(
     f"{loaded.name}: {len(questions)} prompts of at most {args.prompt_tokens:,} tokens from "
     f"{source[0]}, prefilled once and kept ({len(questions)} times {dense.decode_bytes.total:,} "
-    f"bytes), then {count} combinations; results go to {out_dir}",
+    f"bytes), then {count} combinations, judged on {len(dense.plan.select_layers)} of "
+    f"{loaded.model.config.num_layers} layers; results go to {out_dir}",
     flush=True,
   )
   manifest = make_manifest(cli.flag_values(), loaded, dict([source]))

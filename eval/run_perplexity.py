@@ -39,6 +39,7 @@ from tqdm import tqdm
 from eval import (
   cli,
   harness,
+  layers,
   lines,
   plots,
   plots_perplexity,
@@ -312,6 +313,7 @@ def _plan(
       f"scored   {args.tokens:,} tokens after {args.prefix_tokens:,} prefilled ones, "
       f"{args.num_texts} times for each of {len(runners)} caches"
       + (f"; {done} are scored already" if done else ""),
+      f"layers   {layers.summary(runners) or '-'}",
       f"results  {out_dir}",
       "",
       "to be allocated:",

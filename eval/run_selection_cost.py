@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli, replay, texts
+from eval import cli, layers, replay, texts
 from eval.replay import Recording
 from eval.results import (
   Row,
@@ -79,7 +79,8 @@ def main(args: flags.FlagValues) -> None:
   check_request(recorder, [tokens], 1)
   print(
     f"{loaded.name}: {args.prompt_tokens:,} tokens prefilled once, then {new_tokens} steps of each "
-    f"of {len(runners)} caches, selecting alone and attending too; results go to {out_dir}",
+    f"of {len(runners)} caches, selecting alone and attending too; results go to {out_dir}\n"
+    f"layers {layers.summary(runners) or '-'}",
     flush=True,
   )
   data = {} if text is None else {str(args.text_file): hashlib.sha256(text.encode()).hexdigest()}

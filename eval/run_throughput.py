@@ -29,7 +29,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli, texts
+from eval import cli, layers, texts
 from eval.floor import bandwidth_reader, floor_bytes
 from eval.results import (
   Row,
@@ -343,12 +343,12 @@ def _plan_row(loaded: Loaded, runner: Runner, prompt_tokens: int) -> Row:
 
 
 def _print_plan(loaded: Loaded, groups: Sequence[Group], output_tokens: int, repeats: int) -> None:
-  rows = [
-    _plan_row(loaded, runner, len(group.prompts[0])) for group in groups for runner in group.runners
-  ]
+  pairs = [(runner, len(group.prompts[0])) for group in groups for runner in group.runners]
+  rows = [_plan_row(loaded, runner, tokens) for runner, tokens in pairs]
   print(
     f"model {loaded.name}, weights {human_bytes(params_bytes(loaded.params))}, "
-    f"on {jax.devices()[0].device_kind}; {output_tokens} decode steps, measured {repeats} times\n\n"
+    f"on {jax.devices()[0].device_kind}; {output_tokens} decode steps, measured {repeats} times\n"
+    f"layers {layers.summary([runner for runner, _ in pairs]) or '-'}\n\n"
     f"{table(rows, PLAN_COLUMNS)}\n",
     flush=True,
   )

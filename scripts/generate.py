@@ -19,7 +19,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli
+from eval import cli, layers
 from eval.results import human_bytes, human_seconds, percentiles
 from kvjax import (
   CacheConfig,
@@ -140,11 +140,12 @@ def _plan(loaded: Loaded, runner: Runner, prompt_tokens: int, max_new_tokens: in
   kept, prefill = runner.decode_bytes, runner.prefill_bytes
   policy = runner.policy
   budget = "" if policy.budget_tokens is None else f" with {policy.budget_tokens:,} tokens"
+  chosen = "" if policy.name == "dense" else f"; {layers.selecting(runner)}"
   each = "" if runner.mesh is None else f"each of {runner.mesh.size} "
   return (
     f"model   {loaded.name}, weights {human_bytes(params_bytes(loaded.params))}\n"
     f"tokens  {prompt_tokens:,} of prompt, up to {max_new_tokens:,} new\n"
-    f"policy  {policy.name}{budget} on store {runner.store.name}\n"
+    f"policy  {policy.name}{budget} on store {runner.store.name}{chosen}\n"
     f"device  {each}{human_bytes(kept.total)}: keys and values {human_bytes(kept.keys_values)}, "
     f"tables {human_bytes(kept.tables)}, metadata {human_bytes(kept.metadata)}; "
     f"{human_bytes(prefill.total)} while the prompt is read\n"

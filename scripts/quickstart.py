@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli, needle, plots, results, texts
+from eval import cli, layers, needle, plots, results, texts
 from kvjax import CacheConfig, Runner, generate, make_policy, prepare
 from kvjax.types import Policy
 from models import Loaded, load
@@ -156,6 +156,7 @@ def _plan(
       f"text       {text_name}, sha256 {text_hash[:16]}",
       f"questions  {len(questions)} for each of {len(cases)} caches, one after the other",
       f"prompts    {', '.join(str(question.tokens) for question in questions)} tokens",
+      f"layers     {layers.summary([case.runner for case in cases]) or '-'}",
       f"results    {out_dir}",
       "",
       "to be allocated:",

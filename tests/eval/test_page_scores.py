@@ -185,3 +185,13 @@ def test_bad_input(arguments, tmp_path, change, complaint):
   with pytest.raises(ValueError, match=complaint) as caught:
     run_page_scores.main(types.SimpleNamespace(**values))
   assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_which_no_layer_selects_is_refused(arguments, tmp_path):
+  config = dataclasses.replace(tiny.CONFIG, vocab_size=len(TOKENS), num_layers=2)
+  extra = INFO | {"tokenizer.chat_template": CHATML}
+  model = tiny.write_gguf(tmp_path / "two.gguf", config, tiny.tensors(config), extra=extra)
+  values = arguments | {"model": str(model), "out_dir": str(tmp_path / "out")}
+  with pytest.raises(ValueError, match="has 2 layers, of which quest leaves the first 2 dense"):
+    run_page_scores.main(types.SimpleNamespace(**values))
+  assert not (tmp_path / "out").exists()

@@ -143,6 +143,7 @@ def test_what_is_printed(finished):
   plan, _, report = finished[0].stdout.partition("to be allocated:")
   assert "book.txt, sha256" in plan and "tiny, sha256" in plan and "6 for each of 5" in plan
   assert "question tokens" in plan
+  assert "layers     quest: " in plan
   header = next(line for line in report.splitlines() if "niah_multivalue".replace("_", " ") in line)
   assert all(task.replace("_", " ") in header for task in TASKS)
   assert "quest@128" in report and "vs dense" in report and "deltas.png are in out" in report

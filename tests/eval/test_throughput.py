@@ -83,7 +83,7 @@ def test_speedups_are_against_dense_of_the_same_batch_size(finished):
 def test_plan_comes_before_the_table_and_results_are_not_overwritten(finished):
   done, _, folder = finished
   plan, result = done.stdout.index("KV at peak"), done.stdout.index("TPOT p50")
-  assert plan < result
+  assert done.stdout.index("layers quest: 3 of 5 layers select; streaming: 5 of 5") < plan < result
   again = _run("eval.run_throughput", f"--model={MODEL}", "--out_dir=out", folder=folder)
   assert again.returncode == 2
   assert "out already holds results.jsonl; choose another --out_dir" in again.stderr

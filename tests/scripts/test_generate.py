@@ -46,7 +46,11 @@ def test_plan_text_and_statistics(model, tmp_path):
   assert done.returncode == 0, done.stderr
   plan, *_, statistics = done.stdout.strip().split("\n\n")
   assert plan.startswith("model   tiny, weights ")
-  for part in ("up to 6 new", "quest with 32 tokens on store resident", "while the prompt is read"):
+  for part in (
+    "up to 6 new",
+    "on store resident; 1 of 3 layers select",
+    "while the prompt is read",
+  ):
     assert part in plan
   for part in ("TTFT ", "tokens", "KV ", "compiled in "):
     assert part in statistics
