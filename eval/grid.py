@@ -27,13 +27,12 @@ from absl import flags
 
 from eval import cli, lines, loop, plan, predictions, processes, results, resume, summary
 from eval.loop import Grid
+from eval.policy_files import policy_hashes
 from eval.predictions import Prediction
 from eval.run_throughput import pick_policies
 from eval.tasks import Example
-from kvjax.policies import split_spec
 from kvjax.types import Policy
 from models import Loaded, load
-from models.fetch import file_sha256
 
 flags.disclaim_key_flags()
 
@@ -84,8 +83,7 @@ def main(args: flags.FlagValues, make_examples: MakeExamples) -> None:
     batch_size=args.batch_size,
     share_prefill=args.share_prefill,
   )
-  files = policy_files(args.policies)
-  manifest = results.make_manifest(cli.flag_values(), loaded, data | files)
+  manifest = results.make_manifest(cli.flag_values(), loaded, data | policy_hashes(args.policies))
   if earlier is not None:
     resume.check_manifest(out_dir, earlier, manifest)
   with resume.told_what_is_kept(out_dir, lambda: len(predictions.read_run(out_dir))):
@@ -108,16 +106,6 @@ def choose_policies(args: flags.FlagValues) -> list[tuple[Policy, str]]:
   if twice:
     raise ValueError(f"--policies: {twice[0]} on {twice[2]} comes twice; name each of them once")
   return sorted(picked, key=lambda one: one[0].name != "dense")
-
-
-def policy_files(specs: Sequence[str]) -> dict[str, str]:
-  """Path -> sha256 of the files that policies are made of: their own .py, and profiles."""
-  found = []
-  for name, options in map(split_spec, specs):
-    found += [name] * name.endswith(".py")
-    found += [options["profile"].strip("\"'")] if "profile" in options else []
-  paths = {name: Path(name).expanduser() for name in found}
-  return {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
 
 
 def _run(

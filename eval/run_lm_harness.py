@@ -36,8 +36,9 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from eval import cli, harness, lines, results, resume, summary
-from eval.grid import choose_policies, policy_files
+from eval.grid import choose_policies
 from eval.lines import Line
+from eval.policy_files import policy_hashes
 from eval.results import Row
 from kvjax.types import Policy
 from models import Loaded, load
@@ -85,7 +86,7 @@ def main(args: flags.FlagValues) -> None:
   if args.apply_chat_template and not (loaded.tokenizer and loaded.tokenizer.chat_template):
     raise ValueError(f"model {loaded.name} has no chat template; leave --apply_chat_template out")
   models = _models(loaded, policies, args)
-  data = data_of(tasks, args.tasks) | policy_files(args.policies)
+  data = data_of(tasks, args.tasks) | policy_hashes(args.policies)
   manifest = results.make_manifest(cli.flag_values(), loaded, data)
   manifest["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
   rows: list[Row] = []

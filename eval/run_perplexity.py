@@ -49,8 +49,9 @@ from eval import (
   summary,
   texts,
 )
-from eval.grid import choose_policies, policy_files
+from eval.grid import choose_policies
 from eval.lines import Line
+from eval.policy_files import policy_hashes
 from eval.results import Row
 from kvjax import CacheConfig, Runner, prepare
 from models import Loaded, load
@@ -98,7 +99,7 @@ def main(args: flags.FlagValues) -> None:
   cache = CacheConfig(1, capacity, args.page_size, base_tokens=capacity)
   runners = [prepare(loaded.model, policy, store, cache) for policy, store in policies]
   data = {path.name: file_sha256(path)}
-  manifest = results.make_manifest(cli.flag_values(), loaded, data | policy_files(args.policies))
+  manifest = results.make_manifest(cli.flag_values(), loaded, data | policy_hashes(args.policies))
   with resume.kept_lines(out_dir, manifest, earlier, FIELDS, ELEMENTS) as (found, keep):
     left = len(runners) * len(stretches) - len(found)
     if left:

@@ -173,21 +173,26 @@ def test_another_machine_does_not_go_on(ask, tmp_path, name):
     ask()
 
 
-def test_files_of_policies_are_part_of_the_run(ask, tmp_path):
+def test_files_of_policies_are_part_of_the_run(ask, tmp_path, monkeypatch):
   policy, profile = tmp_path / "mine.py", tmp_path / "measured.npz"
-  code = (
-    "from kvjax.policies.dense import dense\ndef mine(*, profile='', late=0):\n  return dense()"
-  )
+  helper = tmp_path / "helper_of_mine.py"  # which it imports
+  monkeypatch.syspath_prepend(tmp_path)
+  helper.write_text("from kvjax.policies.dense import dense")
+  code = "from helper_of_mine import dense\ndef mine(*, profile='', late=0):\n  return dense()"
   policy.write_text(code)
   profile.write_bytes(b"1")
   specs = [f"{policy}:profile={profile}"]
   assert ask(policies=specs)
-  assert {str(policy), str(profile)} < set(_manifest(tmp_path)["data"])
+  assert {str(policy), str(profile), str(helper)} < set(_manifest(tmp_path)["data"])
   assert ask(policies=specs) == []
   profile.write_bytes(b"2")
   with pytest.raises(ValueError, match=f"another run: the data {profile} was"):
     ask(policies=specs)
   profile.write_bytes(b"1")
+  helper.write_text("from kvjax.policies.dense import dense  # another")
+  with pytest.raises(ValueError, match=f"another run: the data {helper} was"):
+    ask(policies=specs)
+  helper.write_text("from kvjax.policies.dense import dense")
   policy.write_text(code + "  # another")
   with pytest.raises(ValueError, match=f"another run: the data {policy} was"):
     ask(policies=specs)
