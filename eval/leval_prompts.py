@@ -12,8 +12,7 @@ halves.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from eval import exam, leval, prompts
 from eval.jsonl import Record
@@ -62,45 +61,32 @@ _IN_THE_STORY = "based on the world described in the document."
 _IN_THE_WORLD = "based on the real-world knowledge and facts up until your last training"
 
 
-def examples(
-  tokenizer: Tokenizer,
-  name: str,
-  records: Sequence[Record],
-  prompt_tokens: int,
-  limit: int | None = None,
-) -> Iterator[Example]:
-  """The questions of a task, document by document.
+def questions(
+  tokenizer: Tokenizer, name: str, index: str, record: Record, prompt_tokens: int
+) -> Iterator[list[Example]]:
+  """The questions of a document, one example each, or two of sci_fi; none if a judge is needed.
 
   Args:
     tokenizer: of the model. Without a chat template every prompt is plain text.
     name: the task.
-    records: lines of its file, with `leval.FIELDS`.
+    index: of the line in the task's file.
+    record: the line, with `leval.FIELDS`.
     prompt_tokens: most tokens of a prompt.
-    limit: most questions; None for all. Both halves of one of sci_fi count as one.
 
   Raises:
     ValueError: no such task, a document without a question, with a blank one or with more or fewer
       answers than questions, or too few tokens for a prompt.
   """
   leval.task_of(name)
-  questions = (
-    question
-    for index, record in enumerate(records)
-    if record["evaluation"] in leval.METRICS
-    for question in _of_document(tokenizer, name, str(index), record, prompt_tokens)
-  )
-  yield from itertools.chain.from_iterable(itertools.islice(questions, limit))
-
-
-def _of_document(
-  tokenizer: Tokenizer, name: str, index: str, record: Record, most: int
-) -> Iterator[list[Example]]:
-  """Each of its questions: one example, or the two of sci_fi."""
+  if record["evaluation"] not in leval.METRICS:
+    return
   pairs, document = _pairs(f"{name}, record {index}", record), record["input"]
   # All questions of a document get the same part of it: what the longest has room for.
-  document = _cut(tokenizer, name, document, max(pairs, key=lambda pair: len(pair[0])), most)
+  document = _cut(
+    tokenizer, name, document, max(pairs, key=lambda pair: len(pair[0])), prompt_tokens
+  )
   for number, pair in enumerate(pairs):
-    part = _cut(tokenizer, name, document, pair, most)
+    part = _cut(tokenizer, name, document, pair, prompt_tokens)
     text, tail = _prompt(tokenizer, name, part, *pair)
     place = f"{index}-{number}"
     if name != "sci_fi":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from eval import longbench, prompts
@@ -22,39 +22,28 @@ from eval.tasks import Example
 from models import Tokenizer
 
 
-def examples(
-  tokenizer: Tokenizer,
-  name: str,
-  records: Sequence[Record],
-  prompt_tokens: int,
-  limit: int | None = None,
-) -> Iterator[Example]:
-  """The questions of a task.
+def questions(
+  tokenizer: Tokenizer, name: str, index: str, record: Record, prompt_tokens: int
+) -> Iterator[list[Example]]:
+  """The question of a record, as one example.
 
   Args:
     tokenizer: of the model. Without a chat template every prompt is plain text.
     name: the task.
-    records: lines of its file, with `longbench.FIELDS`.
+    index: of the line in the task's file.
+    record: the line, with `longbench.FIELDS`.
     prompt_tokens: most tokens of a prompt.
-    limit: most questions; None for all.
 
   Raises:
     ValueError: no such task, or too few tokens for a prompt.
   """
-  for index, record in enumerate(records[:limit]):
-    yield _example(tokenizer, name, str(index), record, prompt_tokens)
-
-
-def _example(
-  tokenizer: Tokenizer, name: str, index: str, record: Record, prompt_tokens: int
-) -> Example:
   task, template = longbench.task_of(name), _templates()[longbench.plain(name)]
   body = template.format(context=record["context"], input=record["input"])
   chat = task.chat and tokenizer.chat_template is not None
   text = prompts.conversation(tokenizer, body) if chat else body
   asked = template.partition("{context}")[2].format(input=record["input"]).strip()
   behind = text.rpartition(asked)[2] if asked else ""  # some templates end with the input alone
-  return Example(
+  example = Example(
     task=name,
     id=index,
     prompt_ids=prompts.cut_middle(tokenizer, text, body, prompt_tokens),
@@ -66,6 +55,7 @@ def _example(
     length=record["length"],
     chat=chat,
   )
+  yield [example]
 
 
 def _newline(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ SUITE = suite.Suite(
   find=leval.find,
   fields=leval.FIELDS,
   new_tokens=lambda name: leval_prompts.NEW_TOKENS,
-  examples=leval_prompts.examples,
+  questions=leval_prompts.questions,
   fetch=hub.fetch_leval,
 )
 

@@ -20,7 +20,7 @@ SUITE = suite.Suite(
   find=longbench.find,
   fields=longbench.FIELDS,
   new_tokens=lambda name: longbench.task_of(name).new_tokens,
-  examples=longbench_prompts.examples,
+  questions=longbench_prompts.questions,
   fetch=hub.fetch_longbench,
 )
 

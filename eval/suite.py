@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +28,8 @@ class Suite(NamedTuple):
     find: folder and task -> the task's file.
     fields: of a record of such a file.
     new_tokens: task -> most tokens of an answer.
-    examples: tokenizer, task, records, most tokens of a prompt and most questions (None for all) ->
-      its examples.
+    questions: tokenizer, task, index, record and most tokens of a prompt -> the questions of that
+      record: the examples of each, most often one.
     fetch: downloads the files of some tasks into a folder.
   """
 
@@ -38,7 +39,7 @@ class Suite(NamedTuple):
   find: Callable[[Path, str], Path]
   fields: jsonl.Fields
   new_tokens: Callable[[str], int]
-  examples: Callable[[Tokenizer, str, Sequence[Record], int, int | None], Iterator[Example]]
+  questions: Callable[[Tokenizer, str, str, Record, int], Iterator[list[Example]]]
   fetch: Callable[[Sequence[str], Path], None]
 
 
@@ -120,13 +121,42 @@ def make_examples(
   for name, lines in records.items():
     context = loaded.model.config.max_tokens
     most = prompts.room(loaded.name, context, prompt_tokens, suite.new_tokens(name))
-    some = list(suite.examples(loaded.tokenizer, name, lines, most, limit))
+    some = list(examples(suite, loaded.tokenizer, name, lines, most, limit))
     if not some:
       raise ValueError(f"{name} has no question that can be scored without a judge; leave it out")
     _check_scores(some)
     _note_long_questions(name, some, most)
     found += some
   return found
+
+
+def examples(
+  suite: Suite,
+  tokenizer: Tokenizer,
+  name: str,
+  records: Sequence[Record],
+  prompt_tokens: int,
+  limit: int | None = None,
+) -> Iterator[Example]:
+  """The questions of a task, record by record.
+
+  Args:
+    suite: the benchmark.
+    tokenizer: of the model. Without a chat template every prompt is plain text.
+    name: the task.
+    records: lines of its file, with the suite's fields.
+    prompt_tokens: most tokens of a prompt.
+    limit: most questions; None for all. The examples of one question count as one.
+
+  Raises:
+    ValueError: no such task, a record that cannot be asked, or too few tokens for a prompt.
+  """
+  questions = (
+    question
+    for index, record in enumerate(records)
+    for question in suite.questions(tokenizer, name, str(index), record, prompt_tokens)
+  )
+  yield from itertools.chain.from_iterable(itertools.islice(questions, limit))
 
 
 def _check_scores(examples: Sequence[Example]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import jsonl, leval, leval_prompts, tasks
+from eval import jsonl, leval, leval_prompts, run_leval, suite, tasks
 from models import tokenizer
 from tests.models.test_tokenizer import CHATML, INFO, PATH
 
@@ -26,7 +26,7 @@ def _record(questions=("What {is} it?", "And why?"), answers=("two words", "c"),
 
 
 def _examples(words, name, *records, most=ROOM):
-  return list(leval_prompts.examples(words, name, records, most))
+  return list(suite.examples(run_leval.SUITE, words, name, records, most))
 
 
 def _text(words, example):
@@ -138,5 +138,5 @@ def test_metrics_by_the_name_of_a_task():
 @pytest.mark.parametrize("name", ["sci_fi", "gsm100", "scientific_qa"])
 def test_real_files(chat, name):
   records = jsonl.read(leval.find(SHARED, name), leval.FIELDS)[:1]
-  example = next(leval_prompts.examples(chat, name, records, 9000))
+  example = next(suite.examples(run_leval.SUITE, chat, name, records, 9000))
   assert 7000 < len(example.prompt_ids) <= 9000 and example.references[0]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eval import jsonl, longbench, longbench_prompts, prompts, tasks
+from eval import jsonl, longbench, longbench_prompts, prompts, run_longbench, suite, tasks
 from models import tokenizer
 from tests.models.test_tokenizer import CHATML, INFO, PATH
 
@@ -40,7 +40,7 @@ def _write(folder, lines, name="qasper"):
 
 
 def _one(words, name="qasper", tokens=5000, **fields):
-  return next(longbench_prompts.examples(words, name, [RECORD | fields], tokens))
+  return next(suite.examples(run_longbench.SUITE, words, name, [RECORD | fields], tokens))
 
 
 def test_tasks():
