@@ -170,12 +170,9 @@ def task_row(
     predictions: their answers under this runner, in any order.
     compile_s: seconds of `compile_runner`, if they are known.
   """
-  row = results.make_row(
+  row = results.runner_row(
+    runner,
     model=loaded.name,
-    **case_of(runner),
-    page_size=runner.prefill_config.page_size,
-    batch_size=runner.prefill_config.batch_size,
-    device=results.device_kind(),
     task=examples[0].task,
     metric=tasks.metric(examples[0].task),
     score=math.fsum(one["score"] for one in predictions) / len(predictions),  # in any order
@@ -184,9 +181,7 @@ def task_row(
     prompt_tokens=max(len(example.prompt_ids) for example in examples),
     output_tokens=max(example.new_tokens for example in examples),
     compile_s=compile_s,
-    simulated=False,
     **speeds(predictions),
-    **results.byte_fields(runner),
   )
   return row | _question_fields(runner, examples)
 

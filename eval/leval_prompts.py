@@ -82,9 +82,8 @@ def questions(
     return
   pairs, document = _pairs(f"{name}, record {index}", record), record["input"]
   # All questions of a document get the same part of it: what the longest has room for.
-  document = _cut(
-    tokenizer, name, document, max(pairs, key=lambda pair: len(pair[0])), prompt_tokens
-  )
+  longest = max(pairs, key=lambda pair: len(pair[0]))
+  document = _cut(tokenizer, name, document, longest, prompt_tokens)
   for number, pair in enumerate(pairs):
     part = _cut(tokenizer, name, document, pair, prompt_tokens)
     text, tail = _prompt(tokenizer, name, part, *pair)

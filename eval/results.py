@@ -100,6 +100,21 @@ def make_row(**fields: Any) -> Row:
   return {name: _plain(name, fields.get(name)) for name in ROW_FIELDS}
 
 
+def runner_row(runner: Runner, **fields: Any) -> Row:
+  """`make_row` with what a runner says of itself: policy, store, budget, sizes, device, bytes."""
+  return make_row(
+    policy=runner.policy.name,
+    store=runner.store.name,
+    budget_tokens=runner.policy.asked_tokens,
+    page_size=runner.prefill_config.page_size,
+    batch_size=runner.prefill_config.batch_size,
+    device=device_kind(),
+    simulated=False,
+    **byte_fields(runner),
+    **fields,
+  )
+
+
 def percentiles(name: str, values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> Row:
   """Fields NAME_p50, NAME_p90, ... of a sample that is not empty."""
   return {f"{name}_p{q}": float(np.percentile(values, q)) for q in wanted}

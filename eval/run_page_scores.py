@@ -46,12 +46,10 @@ from eval.page_scores import (
 from eval.results import (
   Row,
   append_row,
-  byte_fields,
   check_new_run,
-  device_kind,
   make_manifest,
-  make_row,
   run_folder,
+  runner_row,
   table,
   write_atomically,
 )
@@ -213,22 +211,15 @@ def _measure(
   digested = [redigested(runners[0], cache) for cache in caches]  # whatever the budget
   for place, (budget, runner) in enumerate(zip(budgets, runners, strict=True)):
     said = [decoded(runner, loaded.params, *pair) for pair in zip(captures, digested, strict=True)]
-    yield make_row(
+    yield runner_row(
+      runner,
       model=loaded.name,
-      policy="quest",
-      store="resident",
-      budget_tokens=budget,
-      page_size=size,
-      batch_size=1,
-      device=device_kind(),
       task=needle.TASK,
       metric=needle.METRIC,
       score=_share_right(loaded, questions, said),
       num_examples=len(questions),
       prompt_tokens=max(question.tokens for question in questions),
       output_tokens=len(said[0]),
-      **byte_fields(runner),
-      simulated=False,
     ) | {
       "page_score": str(score),
       "page_recall_ratio": float(recall[place]),

@@ -273,21 +273,16 @@ def _summary(nll: np.ndarray) -> Row:
 def _row(loaded: Loaded, runner: Runner, scored: Sequence[Line]) -> Row:
   nll = np.array([line["token_nll"] for line in scored], np.float64)
   prefix = scored[0]["prompt_tokens"]
-  row = results.make_row(
+  row = results.runner_row(
+    runner,
     model=loaded.name,
-    **harness.case_of(runner),
-    page_size=runner.prefill_config.page_size,
-    batch_size=1,
-    device=results.device_kind(),
     task=TASK,
     metric=METRIC,
     num_examples=len(scored),
     prompt_tokens=prefix,
     output_tokens=nll.shape[1],
     compile_s=scored[0]["compile_s"],
-    simulated=False,
     **harness.speeds(scored),
-    **results.byte_fields(runner),
   )
   return (
     row

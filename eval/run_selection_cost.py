@@ -31,12 +31,10 @@ from eval.replay import Recording
 from eval.results import (
   Row,
   append_row,
-  byte_fields,
   check_new_run,
-  device_kind,
   make_manifest,
-  make_row,
   run_folder,
+  runner_row,
   table,
 )
 from eval.run_throughput import make_prompts, pick_policies
@@ -111,18 +109,11 @@ def measure(
   select_s, attend_s = np.median(seconds[:, :, _WARM_UP:], axis=-1)
   dense = next((n for n, runner in enumerate(runners) if runner.policy.name == "dense"), None)
   return [
-    make_row(
-      policy=runner.policy.name,
-      store=runner.store.name,
-      budget_tokens=runner.policy.asked_tokens,
-      page_size=runner.prefill_config.page_size,
-      batch_size=1,
-      device=device_kind(),
+    runner_row(
+      runner,
       task="selection_cost",
       prompt_tokens=len(prompt),
       output_tokens=new_tokens - _WARM_UP,
-      **byte_fields(runner),
-      simulated=False,
     )
     | {
       "select_s": float(select_s[n]),
