@@ -45,7 +45,7 @@ thead th { vertical-align: bottom; } thead .number { white-space: normal; min-wi
   position: sticky; left: 0; background: var(--paper); } thead .name { background: var(--box); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.45 monospace; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/20px monospace; }
 pre.command { background: var(--box); border-radius: 6px; padding: .6rem .8rem; }
 td.said { white-space: normal; min-width: 16rem; width: 70%; }
 figure { margin: 1rem 0; } figcaption { font-size: .9rem; color: var(--soft); }
@@ -56,7 +56,7 @@ details { border: 1px solid var(--line); border-radius: 6px; padding: .4rem .8re
 summary { cursor: pointer; }
 @media (max-width: 40rem) { body { padding: .5rem .75rem 3rem; } dl { grid-template-columns: 1fr; }
   dd { margin-bottom: .35rem; } .name { min-width: 7.5rem; max-width: 9rem; }
-  img { max-width: none; } }
+  img { max-width: none; } td.said { min-width: 8rem; } }
 """
 
 
