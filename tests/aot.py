@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -72,23 +73,42 @@ def why_not() -> str | None:
   return None
 
 
-def compile_for_h100(fn: Callable, *args, static_argnums=(), donate_argnums=()):
-  """`jax.stages.Compiled` of fn; args are static values or pytrees of `jax.ShapeDtypeStruct`."""
-  mesh = _mesh()
-  abstract = mesh.abstract_mesh
-  placed = NamedSharding(abstract, PartitionSpec())
+def on_host(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+  """An argument that lies in pinned host memory."""
+  return jax.eval_shape(lambda: jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host))
+
+
+def lower_for_h100(fn: Callable, *args, static_argnums=(), donate_argnums=()) -> jax.stages.Lowered:
+  """fn lowered; args are static values or pytrees of `jax.ShapeDtypeStruct`.
+
+  A leaf lies in pinned host memory if its type says so, as that of `on_host` does and those that
+  `jax.eval_shape` finds for what a function puts there.
+  """
+  abstract = _mesh().abstract_mesh
 
   def place(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+    kind = "pinned_host" if jax.typeof(x).memory_space == jax.memory.Space.Host else "device"
+    # Over a mesh of devices that are only compiled for, jax would drop the kind of memory.
+    sharding = NamedSharding(abstract, PartitionSpec(), memory_kind=kind)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   args = [arg if i in static_argnums else jax.tree.map(place, arg) for i, arg in enumerate(args)]
   with jax.sharding.use_abstract_mesh(abstract):
     jitted = jax.jit(fn, static_argnums=static_argnums, donate_argnums=donate_argnums)
-    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
-  device = mesh.devices.flat[0]
+    return jitted.trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def compile_lowered(lowered: jax.stages.Lowered, options=None) -> jax.stages.Compiled:
+  """What `lower_for_h100` gave, compiled; options are XLA's, by name."""
+  device = _mesh().devices.flat[0]
   # Lowered for an abstract mesh it has no device yet, and would be given to the CPU's compiler.
   lowered._lowering.compile_args["backend"] = device.client
-  return lowered.compile(device_assignment=(device,))
+  return lowered.compile(device_assignment=(device,), compiler_options=options)
+
+
+def compile_for_h100(fn: Callable, *args, **argnums) -> jax.stages.Compiled:
+  """fn compiled; arguments as of `lower_for_h100`."""
+  return compile_lowered(lower_for_h100(fn, *args, **argnums))
 
 
 def big_copies(hlo: str, min_bytes: int) -> list[str]:
