@@ -17,11 +17,12 @@ def run_if[T](flag: jax.Array, f: Callable[[T], T], x: T) -> T:
   return jax.lax.cond(flag, f, lambda x: x, x)
 
 
-def unless_finite(out: jax.Array, careful: Callable[[], jax.Array]) -> jax.Array:
-  """out where it is finite throughout, else what careful() gives.
+def unless_finite[T](out: T, careful: Callable[[], T]) -> T:
+  """out, arrays that are finite throughout, else what careful() gives.
 
   Unused slots may hold anything, and 0 x NaN is NaN, so values must be masked as well as scores.
   Masking copies them, which costs more than the product. Instead the product runs on what is there
   and is repeated with masked values only when the result shows that something was not finite.
   """
-  return run_if(~jnp.isfinite(out).all(), lambda _: careful(), out)
+  finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(out)]
+  return run_if(~jnp.stack(finite).all(), lambda _: careful(), out)

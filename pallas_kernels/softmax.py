@@ -39,14 +39,30 @@ def merge_parts(a: Parts, b: Parts) -> Parts:
   return Parts(m, a.l * wa + b.l * wb, a.o * wa[..., None] + b.o * wb[..., None])
 
 
-def parts_of(scores: jax.Array, values: jax.Array) -> Parts:
-  """Attention of f32[B, K, R, T] scores over f[B, K, T, D] values."""
+def parts_of(scores: jax.Array, values: jax.Array, scales: jax.Array | None = None) -> Parts:
+  """Attention of f32[B, K, R, T] scores over f[B, K, T, D] values, times scales f32[B, K, T]."""
   m = scores.max(axis=-1)
   weights = jnp.exp(scores - m[..., None])
+  scaled = weights if scales is None else weights * scales[:, :, None]
   o = jnp.einsum(
-    "bkrt,bktd->bkrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    "bkrt,bktd->bkrd", scaled.astype(values.dtype), values, preferred_element_type=jnp.float32
   )
   return Parts(m, weights.sum(axis=-1), o)
+
+
+def none_where_empty(parts: Parts, nonempty: jax.Array) -> Parts:
+  """parts, and parts over no keys where nonempty bool[...] (broadcast to m) is False."""
+  wide = nonempty[..., None]
+  return Parts(
+    jnp.where(nonempty, parts.m, NEG),
+    jnp.where(nonempty, parts.l, 0.0),
+    jnp.where(wide, parts.o, 0.0),
+  )
+
+
+def output(parts: Parts) -> jax.Array:
+  """f32[..., R, D]: the attention itself; zeros where there were no keys."""
+  return normalise(parts, parts.l[..., None] > 0)
 
 
 def normalise(parts: Parts, nonempty: jax.Array) -> jax.Array:
