@@ -9,11 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.control import run_if
+from pallas_kernels.dispatch import choose
+from pallas_kernels.mosaic import page_scores as mosaic
 
+GROUPS = ("none", "max", "mean", "sum")
 PIECE = 64  # pages that are converted at a time: a piece stays in a core's cache
 
 
-def page_scores(q: jax.Array, bounds: Sequence[jax.Array], num_pages: jax.Array) -> jax.Array:
+def page_scores(
+  q: jax.Array, bounds: Sequence[jax.Array], num_pages: jax.Array, **choices
+) -> jax.Array:
   """sum_c max(q_c * min_c, q_c * max_c) for every page, written as one product.
 
   The larger of the two is q_c * max_c where q_c > 0 and q_c * min_c elsewhere, so the sum is
@@ -23,12 +28,13 @@ def page_scores(q: jax.Array, bounds: Sequence[jax.Array], num_pages: jax.Array)
     q: f[B, K, G, D].
     bounds: f[B, K, 2*D, Pi] each, maxima before minima; segments of pages in order.
     num_pages: i32[], pages that any row has; segments beyond are not read on a CPU.
+    choices: group, implementation and interpret of `page_products`.
 
   Returns:
-    f32[B, K, G, P], P = sum of Pi; pages that a row does not have get -inf or whatever their bounds
-    say: mask them.
+    f32[B, K, G, P], P = sum of Pi, or f32[B, K, P]; pages that a row does not have get -inf or
+    whatever their bounds say: mask them.
   """
-  return page_products(signed(q), bounds, num_pages)
+  return page_products(signed(q), bounds, num_pages, **choices)
 
 
 def signed(q: jax.Array) -> jax.Array:
@@ -41,23 +47,82 @@ def page_products(
   digests: Sequence[jax.Array],
   num_pages: jax.Array,
   scales: Sequence[jax.Array] = (),
+  *,
+  group: str = "none",
+  implementation: str | None = None,
+  interpret: bool = False,
 ) -> jax.Array:
   """Products of queries with the digest of every page, in one pass over the digests.
+
+  On a GPU, XLA's product too reads digests once, but writes the products of all queries and reads
+  them again to combine them (8 G bytes a page; a digest of 2*D numbers in bf16 has 4 D, so 6 % more
+  for Llama-3.1-8B and 25 % for a group of 16), and it reads the pages that no row has. Mosaic's
+  kernel combines in registers and reads tiles of 64 pages that some row has.
 
   Args:
     queries: f[B, K, G, Z].
     digests: f[B, K, Z, Pi] each, or i8 with scales; segments of pages in order.
     num_pages: i32[], pages that any row has; segments beyond are not read on a CPU.
     scales: f32[B, K, 1, Pi] each, what products with i8 digests are multiplied with; else none.
+    group: how the products of the G queries are combined: "max", "mean", "sum" or "none".
+    implementation: "xla" or "mosaic"; None for Mosaic where it can run and there is something to
+      combine, else XLA.
+    interpret: run Mosaic's kernel on a CPU.
 
   Returns:
-    f32[B, K, G, P], P = sum of Pi; pages that a row does not have get -inf or whatever their
-    digests say: mask them.
+    f32[B, K, G, P] with group "none", else f32[B, K, P], P = sum of Pi; pages that a row does not
+    have get -inf or whatever their digests say: mask them.
+
+  Raises:
+    ValueError: shapes, a group or an implementation that do not fit.
   """
+  _check(queries, digests, scales, group)
   if not scales:
     queries = queries.astype(digests[0].dtype)
+  if implementation is None and group == "none":
+    implementation = "xla"
+  refusals = {"xla": None, "mosaic": _why_not_mosaic(queries, digests)}
+  if choose("page_products", implementation, refusals, interpret=interpret) == "mosaic":
+    return _by_mosaic(queries, digests, num_pages, group, interpret)
   args = (queries, tuple(digests), tuple(scales), num_pages)
-  return jax.lax.platform_dependent(*args, cpu=_reached, default=_all)
+  return _combined(jax.lax.platform_dependent(*args, cpu=_reached, default=_all), group)
+
+
+def _check(queries, digests, scales, group):
+  b, k, _, z = queries.shape
+  if group not in GROUPS:
+    raise ValueError(f"page_products: unknown group {group!r}, expected one of {', '.join(GROUPS)}")
+  for segment in digests:
+    if segment.ndim != 4 or segment.shape[:3] != (b, k, z):
+      raise ValueError(
+        f"page_products: digests {segment.shape} do not fit queries {queries.shape}: "
+        "expected [B, K, Z, P] and [B, K, G, Z]"
+      )
+  if scales and [x.shape for x in scales] != [(b, k, 1, x.shape[3]) for x in digests]:
+    raise ValueError(
+      f"page_products: scales {[x.shape for x in scales]} do not fit digests "
+      f"{[x.shape for x in digests]}: expected [B, K, 1, P] for [B, K, Z, P]"
+    )
+
+
+def _why_not_mosaic(queries, digests) -> str | None:
+  return next(filter(None, (mosaic.why_not(queries, segment) for segment in digests)), None)
+
+
+def _by_mosaic(queries, digests, num_pages, group, interpret):
+  scores, offset = [], 0
+  for segment in digests:
+    reached = num_pages - offset
+    scores.append(mosaic.page_products(queries, segment, reached, group, interpret=interpret))
+    offset += segment.shape[3]
+  return jnp.concatenate(scores, axis=-1)
+
+
+def _combined(products, group: str):
+  """f32[B, K, P] of products f32[B, K, G, P]; the same where there is nothing to combine."""
+  if group == "none":
+    return products
+  return {"max": jnp.max, "mean": jnp.mean, "sum": jnp.sum}[group](products, axis=2)
 
 
 def _reached(queries, digests, scales, num_pages):
