@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from kvjax import Runner
+from kvjax.engine.steps import kernels_of
 from models import Loaded
 
 Row = dict[str, Any]
@@ -42,6 +43,7 @@ ROW_FIELDS = (
   "page_size",
   "batch_size",
   "device",
+  "kernels",
   "task",
   "metric",
   "score",
@@ -109,10 +111,16 @@ def runner_row(runner: Runner, **fields: Any) -> Row:
     page_size=runner.prefill_config.page_size,
     batch_size=runner.prefill_config.batch_size,
     device=device_kind(),
+    kernels=kernels(runner),
     simulated=False,
     **byte_fields(runner),
     **fields,
   )
+
+
+def kernels(runner: Runner) -> str:
+  """Which implementation of each operation decodes: "append_kv=xla page_products=mosaic"."""
+  return " ".join(f"{name}={chosen}" for name, chosen in sorted(kernels_of(runner).items()))
 
 
 def percentiles(name: str, values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> Row:
@@ -143,7 +151,7 @@ def check_new_run(out_dir: Path) -> None:
   if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
     kind = "cannot be written to" if place.is_dir() else "is not a folder"
     raise ValueError(f"{out_dir} cannot be made: {place} {kind}; choose another --out_dir")
-  for pattern in (MANIFEST, *_KEPT):
+  for pattern in (*_KEPT, MANIFEST):
     for path in sorted(out_dir.glob(pattern)):
       raise ValueError(f"{out_dir} already holds {path.name}; choose another --out_dir")
 

@@ -38,6 +38,8 @@ _LONG = (
   *("test_int8_digests", "test_throughput", "test_page_scores", "test_train_small", "test_replay"),
   *("test_run_needle", "test_golden", "test_attention", "test_pages", "test_families"),
   *("test_write_a_policy", "test_generate", "test_readme", "test_inspect_model", "test_h100"),
+  *("test_mosaic_attention", "test_mosaic_ranking", "test_mosaic_pages", "test_gpu_check"),
+  *("test_h100_attention", "test_project_qkv_to_pages", "test_paged_attention"),
   *("test_profile_policy", "test_quest", "test_sampling", "test_decoder", "test_duo"),
 )
 

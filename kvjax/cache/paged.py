@@ -15,7 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.page_copies import copies_of_pages
 from pallas_kernels.prefill_attention import PastBlocks, first_block
+from pallas_kernels.scatter_pages import append_kv, scatter_pages
 
 
 class Pools(NamedTuple):
@@ -56,15 +58,7 @@ def append_token(
   Returns:
     Pools; a token without a page is not written.
   """
-  page_size = pools.page_size
-  places = (slots // page_size)[..., None]
-  pages = jnp.take_along_axis(table, places, axis=-1, mode="fill", fill_value=pools.num_pages)
-  page, slot = pages[..., 0], slots % page_size
-  keys, values = k.astype(pools.keys.dtype), v.astype(pools.values.dtype)
-  return Pools(
-    pools.keys.at[page, slot].set(keys, mode="drop", unique_indices=True),
-    pools.values.at[page, slot].set(values, mode="drop", unique_indices=True),
-  )
+  return Pools(*append_kv(tuple(pools), table, slots, (k, v)))
 
 
 def append_chunk(
@@ -90,11 +84,10 @@ def append_chunk(
   holds = valid.reshape(b, 1, s // c, c).any(axis=-1)
   pages = jnp.where(holds, pages, pools.num_pages)  # i32[B, K, S/C]
 
-  def write(pool, x):
-    x = x.swapaxes(1, 2).reshape(b, heads, s // c, c, d).astype(pool.dtype)
-    return pool.at[pages].set(x, mode="drop", unique_indices=True)
+  def in_pages(x):
+    return x.swapaxes(1, 2).reshape(b, heads, s // c, c, d)
 
-  return Pools(write(pools.keys, k), write(pools.values, v))
+  return Pools(*scatter_pages(tuple(pools), pages, (in_pages(k), in_pages(v))))
 
 
 def keys_of(pools: Pools, table: jax.Array, pages: jax.Array | None = None) -> jax.Array:
@@ -102,7 +95,7 @@ def keys_of(pools: Pools, table: jax.Array, pages: jax.Array | None = None) -> j
   those at i32[B, K, M] places in the table."""
   if pages is not None:
     table = jnp.take_along_axis(table, pages, axis=-1, mode="clip")
-  keys = pools.keys.at[table].get(mode="clip")  # f[B, K, P, C, D]
+  keys = copies_of_pages(pools.keys, table)  # f[B, K, P, C, D]
   return keys.reshape(*table.shape[:2], -1, keys.shape[-1])
 
 
@@ -119,8 +112,7 @@ def past_blocks(
   def read(i):
     places = i * (block // c) + jnp.arange(block // c)
     pages = jnp.take(table, places, axis=-1, mode="clip")  # i32[B, K, block/C]
-    keys = pools.keys.at[pages].get(mode="clip").reshape(b, k, block, d)
-    values = pools.values.at[pages].get(mode="clip").reshape(b, k, block, d)
+    keys, values = (copies_of_pages(pool, pages).reshape(b, k, block, d) for pool in pools)
     return keys.swapaxes(2, 3), values
 
   first = 0 if window is None else first_block(start, block, window)

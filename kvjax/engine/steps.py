@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cache as cached
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from kvjax.engine.attend import Call, Setting, decode_attend, prefill_attend
 from kvjax.engine.sampling import sample
 from kvjax.stores import make_store
 from kvjax.types import LayerPlan, Model, Params, Policy, Store
+from pallas_kernels.dispatch import recording
 
 CHUNKS = (64, 128, 256, 512, 1024)
 
@@ -334,6 +336,22 @@ next_token = jax.jit(
 )
 """`next_token(runner, sampling, params, cache, tokens i32[B], key key[B]) -> i32[B], cache`: a
 decode step and the choice of the token after it; the cache is donated."""
+
+
+@cached
+def kernels_of(runner: Runner) -> dict[str, str]:
+  """Which implementation of each operation a decode step runs on this machine's default device.
+
+  Returns:
+    operation -> "xla" or "mosaic", as `pallas_kernels.dispatch.recording` tells it.
+  """
+  config = runner.decode_config
+  params = jax.eval_shape(lambda: runner.model.init(jax.random.key(0), config.dtype))
+  tokens = jax.ShapeDtypeStruct((config.batch_size,), jnp.int32)
+  step = _on_mesh(_decode, ("params", "decode", "rows"), ("rows", "decode"))
+  with recording() as chosen:
+    jax.eval_shape(partial(step, runner), params, _abstract_caches(runner)[1], tokens)
+  return dict(chosen)
 
 
 _compiled_selected_pages = jax.jit(
