@@ -119,7 +119,7 @@ def test_what_it_does_not_take_is_refused(changed, message):
 @pytest.mark.parametrize(
   ("keywords", "message"),
   [({"turn": lambda keys: keys}, "has no turn"), ({"slots": 0}, "not single slots")],
-  ids=str,
+  ids=("turn", "slots"),
 )
 def test_single_slots_and_turned_keys_are_refused(keywords, message):
   args, _ = cases.selected(LLAMA)
