@@ -167,6 +167,10 @@ def _attend(work, refs, q, q_arrived, ring, wide, place, first, count, length) -
 
     @pl.when(t + stages < count)
     def _():
+      if work.given or work.interpret:
+        # TMA may not overwrite what plain loads have read before a fence between the two. (wgmma
+        # needs none, and where it is interpreted plain loads take its place.)
+        plgpu.commit_smem()
       copy(t + stages, stage, ids)
 
     return softmax, next_ids
