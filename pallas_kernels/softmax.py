@@ -61,8 +61,11 @@ def none_where_empty(parts: Parts, nonempty: jax.Array) -> Parts:
 
 
 def output(parts: Parts) -> jax.Array:
-  """f32[..., R, D]: the attention itself; zeros where there were no keys."""
-  return normalise(parts, parts.l[..., None] > 0)
+  """f32[..., R, D]: the attention itself; zeros where there were no keys.
+
+  A sum that is NaN is not the sum over no keys: what went wrong before stays visible.
+  """
+  return normalise(parts, parts.l[..., None] != 0)
 
 
 def normalise(parts: Parts, nonempty: jax.Array) -> jax.Array:

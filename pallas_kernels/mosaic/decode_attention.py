@@ -162,6 +162,6 @@ def _by_tiles(work: Work, given):
 def _merged(o, m, l) -> Parts:
   """Parts of all splits, axis 2; the kernel's m is in powers of 2, and l is 1 for masked slots."""
   top = m.max(axis=2)
-  weights = jnp.where(m > NEG, jnp.exp2(m - top[:, :, None]), 0.0)
-  m = jnp.where(top > NEG, top / LOG2E, NEG)
+  weights = jnp.where(m <= NEG, 0.0, jnp.exp2(m - top[:, :, None]))  # of NaN, NaN
+  m = jnp.where(top <= NEG, NEG, top / LOG2E)
   return Parts(m, (l * weights).sum(axis=2), (o * weights[..., None]).sum(axis=2))

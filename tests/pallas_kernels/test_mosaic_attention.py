@@ -65,6 +65,16 @@ def test_other_numbers_in_unused_slots(poison):
   _check(selected_decode_attention, selected_decode_attention_reference, args, scales)
 
 
+@pytest.mark.parametrize("pool", [1, 2], ids=["keys", "values"])
+def test_what_is_not_a_number_in_a_used_slot_stays_visible(pool):
+  """Also beside a split that is all right."""
+  args, _ = cases.paged(OPT, (130,))
+  args = [*args]
+  args[pool] = args[pool].at[args[3][0, 0, 0], 0].set(jnp.nan)
+  out = output(mosaic.paged_parts(*args, splits=2, interpret=True))
+  assert np.isnan(out[0, 0]).all() and np.isfinite(out[0, 1]).all()
+
+
 @pytest.mark.parametrize(("splits", "stages"), [(1, 1), (1, 3), (2, 2), (5, 1)])
 def test_splits_and_stages_change_nothing(splits, stages):
   """Also where a split has no tiles, and rows have fewer than there are splits."""

@@ -116,3 +116,19 @@ def test_scales_come_with_int8_and_only_then():
     paged.paged_decode_attention(*args, scales=scales)
   with pytest.raises(ValueError, match="keys are float32 and values bfloat16"):
     paged.paged_decode_attention(*args[:2], args[2].astype("bfloat16"), *args[3:])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("pool", [1, 2], ids=["keys", "values"])
+def test_what_is_not_a_number_in_a_used_slot_stays_visible(pool):
+  """Zeros would say that there were no keys."""
+  args, _ = cases.selected(F32)
+  args = [*args]
+  args[pool] = args[pool].at[args[3][-1, -1, 0], 0].set(jnp.nan)
+  out = selected.selected_decode_attention(*args)
+  assert np.isnan(out[-1, -1]).all() and np.isfinite(out[0]).all()
+  args, _ = cases.paged(F32, LENGTHS)
+  args = [*args]
+  args[pool] = args[pool].at[args[3][-1, -1, 0], 0].set(jnp.nan)
+  out = paged.paged_decode_attention(*args)
+  assert np.isnan(out[-1, -1]).all() and np.isfinite(out[0]).all()
