@@ -40,7 +40,7 @@ def gather_pages(
   check_ids("gather_pages", ids, pool.shape[0])
   refusals = {"xla": None, "mosaic": mosaic.why_not(pool)}
   if choose("gather_pages", implementation or "xla", refusals, interpret=interpret) == "xla":
-    return pool.at[ids].get(mode="clip")
+    return pool.at[ids].get(mode="clip", wrap_negative_indices=False)
   return _by_mosaic(pool, ids, interpret)
 
 

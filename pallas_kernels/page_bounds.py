@@ -72,9 +72,11 @@ def bounds_of_pages(
   if ids.shape != used.shape:
     raise ValueError(f"bounds_of_pages: ids {ids.shape} and used {used.shape} must be of one shape")
   refusals = {"xla": None, "mosaic": mosaic.why_not_pages(pool)}
-  if choose("bounds_of_pages", implementation or "xla", refusals, interpret=interpret) == "xla":
+  chosen = choose("bounds_of_pages", implementation or "xla", refusals, interpret=interpret)
+  if chosen == "xla" or ids.size == 0:  # a launch of no programs is an error
     slots = jnp.arange(pool.shape[1]).reshape((1,) * ids.ndim + (-1,))
-    return page_bounds(pool.at[ids].get(mode="clip"), slots < used[..., None])
+    pages = pool.at[ids].get(mode="clip", wrap_negative_indices=False)
+    return page_bounds(pages, slots < used[..., None])
   found = mosaic.bounds_of_pages(pool, ids.reshape(-1), used.reshape(-1), interpret=interpret)
   return found.reshape(*ids.shape, -1)
 
@@ -105,6 +107,8 @@ def append_bounds(
   Raises:
     ValueError: shapes or an implementation that do not fit.
   """
+  if bounds.ndim != 4:
+    raise ValueError(f"append_bounds: bounds {bounds.shape}, expected [B, K, 2*D, P]")
   b, k, z, pages = bounds.shape
   if key.shape != (b, k, z // 2) or place.shape != (b,) or first.shape != (b,):
     raise ValueError(
@@ -119,8 +123,8 @@ def append_bounds(
   old = jnp.take_along_axis(bounds, here, axis=-1)[..., 0]
   grown = extend_bounds(old, key, jnp.broadcast_to(first[:, None], (b, k)))
   rows, heads = jnp.arange(b)[:, None], jnp.arange(k)[None]
-  place = jnp.where(place < 0, pages, place)[:, None]  # a negative index would wrap around
-  return bounds.at[rows, heads, :, place].set(grown, mode="drop", unique_indices=True)
+  there = bounds.at[rows, heads, :, place[:, None]]
+  return there.set(grown, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def _limits(dtype):

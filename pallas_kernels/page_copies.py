@@ -6,7 +6,7 @@ import jax
 
 
 def copies_of_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
-  """f[..., C, D]: the pages i32[...] of a pool f[N, C, D]; beyond it, the nearest that there is.
+  """f[..., C, D]: the pages i32[...] of a pool f[N, C, D]; out of range, the nearest that there is.
 
   XLA's loop over a gather for a CPU has the last axis of the result innermost. An axis of D numbers
   is unrolled before anything is vectorised, and the page is copied number by number; over C*D
@@ -19,9 +19,9 @@ def copies_of_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
 
 def _in_one_piece(pool, pages):
   n, c, d = pool.shape
-  copies = pool.reshape(n, c * d).at[pages].get(mode="clip")
+  copies = pool.reshape(n, c * d).at[pages].get(mode="clip", wrap_negative_indices=False)
   return jax.lax.optimization_barrier(copies).reshape(*pages.shape, c, d)
 
 
 def _as_they_are(pool, pages):
-  return pool.at[pages].get(mode="clip")
+  return pool.at[pages].get(mode="clip", wrap_negative_indices=False)

@@ -8,6 +8,11 @@ import jax
 import numpy as np
 
 
+def is_known(*arrays) -> bool:
+  """None of these is being traced: their values can be looked at."""
+  return not any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
 def check_pool(operation: str, pool: jax.Array) -> None:
   """Raises ValueError for what is not f[N, C, D]."""
   if pool.ndim != 3:
@@ -38,27 +43,36 @@ def check_moves(
     raise ValueError(
       f"{operation}: source {source.shape} and target {target.shape} must be the same [R]"
     )
-  known = None if isinstance(count, jax.core.Tracer) else int(count)
+  # Which pairs count is unknown where count is being traced, and the others may hold any ids.
+  known = max(int(count), 0) if is_known(count) else 0
   for name, ids, of in (("source", source, origin), ("target", target, into)):
     check_ids(f"{operation}: {name}", ids[:known], min(pool.shape[0] for pool in of))
 
 
-def check_ids(name: str, ids: jax.Array, num_pages: int, *, none: bool = False) -> None:
+def check_ids(
+  name: str,
+  ids: jax.Array,
+  num_pages: int,
+  *,
+  none: bool = False,
+  used: jax.Array | np.ndarray | None = None,
+) -> None:
   """Raises ValueError for ids that are not i32 in [0, num_pages), as far as they are known.
 
-  Ids that are being traced have no values yet.
+  What is being traced has no values yet.
 
   Args:
     name: of the ids, in the message.
     ids: i32[...].
     num_pages: N.
     none: N itself is allowed, and means no page.
+    used: bool[...], ids that matter; None for all.
   """
   if ids.dtype != np.int32:
     raise ValueError(f"{name}: ids are {ids.dtype}, expected int32")
-  if isinstance(ids, jax.core.Tracer) or ids.size == 0:
+  if not is_known(ids, used) or ids.size == 0:
     return
-  known = np.asarray(ids)
+  known = np.asarray(ids) if used is None else np.asarray(ids)[np.asarray(used)]
   wrong = known[(known < 0) | (known >= num_pages + none)]
   if wrong.size:
-    raise ValueError(f"{name}: page id {wrong[0]} is out of range, expected 0 to {num_pages - 1}")
+    raise ValueError(f"{name}: {wrong[0]} is out of range, expected 0 to {num_pages - 1}")

@@ -10,14 +10,18 @@ Scales = tuple[jax.Array, jax.Array]  # f32[N] of the keys and of the values, on
 
 def check_pools(q, keys, values, scales: Scales | None) -> None:
   """ValueError unless the pools are of one shape [N, C, D] that fits q, with scales if int8."""
-  d = q.shape[-1]
-  if q.ndim != 4 or keys.ndim != 3 or keys.shape[2] != d or keys.shape != values.shape:
+  if q.ndim != 4 or keys.ndim != 3 or keys.shape[2] != q.shape[3] or keys.shape != values.shape:
     raise ValueError(
       f"pools {keys.shape} and {values.shape} do not fit q {q.shape}: "
       "expected q [B, K, G, D] and [N, C, D] of both"
     )
   if keys.dtype != values.dtype:
     raise ValueError(f"keys are {keys.dtype} and values {values.dtype}: expected one dtype")
+  for name, x, others in (("q", q, ()), ("pools", keys, (jnp.int8,))):
+    if not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype not in others:
+      raise ValueError(
+        f"{name} of {x.dtype}: expected floats{', or int8 with scales' * bool(others)}"
+      )
   if (keys.dtype == jnp.int8) != (scales is not None):
     given = "no scales" if scales is None else "scales"
     raise ValueError(
@@ -26,6 +30,8 @@ def check_pools(q, keys, values, scales: Scales | None) -> None:
   for scale in scales or ():
     if scale.shape != keys.shape[:1]:
       raise ValueError(f"scales {scale.shape} do not fit pools {keys.shape}: expected [N] of both")
+    if scale.dtype != jnp.float32:
+      raise ValueError(f"scales are {scale.dtype}: expected float32")
 
 
 def product_dtype(q: jax.Array, keys: jax.Array):

@@ -89,9 +89,14 @@ def page_products(
 
 
 def _check(queries, digests, scales, group):
-  b, k, _, z = queries.shape
   if group not in GROUPS:
     raise ValueError(f"page_products: unknown group {group!r}, expected one of {', '.join(GROUPS)}")
+  if queries.ndim != 4 or not digests:
+    raise ValueError(
+      f"page_products: queries {queries.shape} and {len(digests)} segments of digests, expected "
+      "[B, K, G, Z] and at least one"
+    )
+  b, k, _, z = queries.shape
   for segment in digests:
     if segment.ndim != 4 or segment.shape[:3] != (b, k, z):
       raise ValueError(

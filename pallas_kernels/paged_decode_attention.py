@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.mosaic import decode_attention as mosaic
+from pallas_kernels.page_ids import check_ids, is_known
 from pallas_kernels.page_pools import Scales, check_pools, product_dtype, slot_scales
 from pallas_kernels.selected_decode_attention import selected_decode_attention_reference
 from pallas_kernels.softmax import (
@@ -51,7 +53,8 @@ def paged_decode_attention(
     f[B, K, G, D] in the dtype of q.
 
   Raises:
-    ValueError: shapes or dtypes that do not fit, or a named implementation that cannot run.
+    ValueError: shapes, dtypes or (where they are not traced) lengths and page ids that do not fit,
+      or a named implementation that cannot run.
   """
   parts = paged_decode_parts(
     *(q, keys, values, table, lengths),
@@ -81,6 +84,8 @@ def paged_decode_parts(
   _check(q, keys, values, table, lengths, scales)
   refusals = {"xla": None, "mosaic": mosaic.why_not(q, keys)}
   chosen = dispatch.choose("paged_decode_attention", implementation, refusals, interpret=interpret)
+  if 0 in (q.size, table.size, keys.size):
+    return empty_parts(q.shape)
   if chosen == "mosaic":
     return mosaic.paged_parts(q, keys, values, table, lengths, scales, interpret=interpret)
   return _parts(q, keys, values, table, lengths, scales)
@@ -129,6 +134,19 @@ def _check(q, keys, values, table, lengths, scales):
       f"table {table.shape} and lengths {lengths.shape} do not fit q {q.shape}: "
       "expected [B, K, P] and [B]"
     )
+  if lengths.dtype != np.int32:
+    raise ValueError(f"lengths are {lengths.dtype}: expected int32")
+  (pages, c), used = (table.shape[2], keys.shape[1]), lengths
+  if is_known(lengths):
+    tokens = np.asarray(lengths)[:, None]
+    wrong = tokens[(tokens < 0) | (tokens > pages * c)]
+    if wrong.size:
+      raise ValueError(
+        f"length {wrong[0]} does not fit tables of {pages} pages of {c} tokens: "
+        f"expected 0 to {pages * c}"
+      )
+    used = np.broadcast_to((np.arange(pages) * c < tokens)[:, None], table.shape)
+  check_ids("paged_decode_attention: table", table, keys.shape[0], used=used)
 
 
 def paged_decode_attention_reference(q, keys, values, table, lengths, *, scales=None):

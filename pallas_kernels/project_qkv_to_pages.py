@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.mosaic import project_qkv_to_pages as mosaic
+from pallas_kernels.page_ids import check_ids
 
 
 def project_qkv_to_pages(
@@ -73,7 +74,7 @@ def _project(x, weight, bias, rotation, head_dim):
   out = jnp.einsum("...e,ef->...f", x, weight, preferred_element_type=jnp.float32)
   if bias is not None:
     out = _add(out, bias)
-  out = out.reshape(*x.shape[:-1], -1, head_dim)
+  out = out.reshape(*x.shape[:-1], weight.shape[1] // head_dim, head_dim)
   return out if rotation is None else _turn(out, *rotation)
 
 
@@ -88,8 +89,9 @@ def _turn(x, cos, sin):
 
 
 def _write(pool, pages, slots, x):
-  pages = jnp.where(pages < 0, pool.shape[0], pages)  # a negative index would count from the end
-  return pool.at[pages, slots].set(x.astype(pool.dtype), mode="drop", unique_indices=True)
+  return pool.at[pages, slots].set(
+    x.astype(pool.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
+  )
 
 
 def _check(x, weights, keys, values, pages, slots, biases, rotation):
@@ -100,11 +102,14 @@ def _check(x, weights, keys, values, pages, slots, biases, rotation):
     )
   *tokens, e = x.shape
   d = keys.shape[-1]
-  if pages.shape[:-1] != tuple(tokens) or slots.shape != pages.shape:
+  if pages.shape[:-1] != tuple(tokens) or slots.shape != pages.shape or 0 in pages.shape[-1:]:
     raise ValueError(
       f"pages {pages.shape} and slots {slots.shape} do not fit x {x.shape}: expected the axes of x "
       "with K in place of E, of both"
     )
+  if pages.dtype != np.int32:
+    raise ValueError(f"pages are {pages.dtype}, expected int32")
+  check_ids("project_qkv_to_pages: slots", slots, keys.shape[1])
   k = pages.shape[-1]
   heads = weights[0].shape[-1] // d
   if [w.shape for w in weights] != [(e, heads * d), (e, k * d), (e, k * d)] or heads % k:

@@ -56,7 +56,9 @@ def recall_pages(
       in place.
     source: i32[R], pages of the host pools.
     target: i32[R], pages of the device pools, distinct.
-    count: i32[], pairs that count, all R if it is more. The others may hold any ids.
+    count: i32[], pairs that count, all R if it is more. The others may hold any ids; those that
+      count must be in range. Traced ids cannot be checked: of one that is not, Mosaic's kernel
+      leaves the pair out, and XLA's loop moves the nearest page.
     implementation: "xla" or "mosaic"; None for Mosaic where it can run, else XLA.
     interpret: run Mosaic's kernel on a CPU, where the host pools must be on the device too.
 
@@ -106,6 +108,10 @@ def _by_loop(origin, into, source, target, count, space):
   8 times as long.
   """
 
+  source, target = (
+    jnp.clip(ids, 0, pools[0].shape[0] - 1) for ids, pools in ((source, origin), (target, into))
+  )
+
   def move(i, into):
     return tuple(
       lax.dynamic_update_slice_in_dim(
@@ -118,23 +124,14 @@ def _by_loop(origin, into, source, target, count, space):
 
 
 def _offload_by_scatter(device, host, source, target, count):
-  place = _counted(target, count, host[0].shape[0])
-  return _written(host, place, [pool.at[source].get(mode="clip") for pool in device])
-
-
-def _counted(target, count, num_pages: int):
-  """target where it counts, else an id that is no page."""
-  return jnp.where(jnp.arange(target.shape[0]) < count, target, num_pages)
-
-
-def _written(pools, place, pages):
-  return tuple(
-    pool.at[place].set(page, mode="drop", unique_indices=True)
-    for pool, page in zip(pools, pages, strict=True)
-  )
+  place = jnp.where(jnp.arange(target.shape[0]) < count, target, host[0].shape[0])
+  pages = [pool.at[source].get(mode="clip", wrap_negative_indices=False) for pool in device]
+  how = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
+  return tuple(pool.at[place].set(x, **how) for pool, x in zip(host, pages, strict=True))
 
 
 def recall_pages_reference(host, device, source, target, count):
-  """The same by a scatter of R pages, over pools that all lie on the device."""
-  place = _counted(target, count, device[0].shape[0])
-  return _written(device, place, [pool.at[source].get(mode="clip") for pool in host])
+  """One page at a time, over pools that all lie on the device."""
+  for i in range(min(int(count), source.shape[0])):
+    device = [new.at[target[i]].set(old[source[i]]) for old, new in zip(host, device, strict=True)]
+  return tuple(device)

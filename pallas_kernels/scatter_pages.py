@@ -26,7 +26,7 @@ def append_kv(
   Args:
     pools: f[N, C, D] keys and values.
     table: i32[B, K, P], page ids; N where there is no page.
-    slots: i32[B, K], slot within the row's P*C.
+    slots: i32[B, K], slot within the row's P*C; out of range nothing is written.
     new: f[B, K, D] the token's key and value, of any dtype: they are stored in that of the pools.
     implementation: "xla" or "mosaic". None is XLA everywhere: on a GPU it writes in place, by one
       scatter a pool of no more bytes than the tokens have.
@@ -46,8 +46,8 @@ def append_kv(
       f"{new[1].shape} do not fit pools {pools[0].shape}: expected [B, K, P], [B, K], [B, K, D]"
     )
   check_ids("append_kv", table, n, none=True)
-  page = jnp.take_along_axis(table, (slots // c)[..., None], axis=-1, mode="fill", fill_value=n)
-  page, slot = page[..., 0], slots % c
+  at, slot = jnp.where(slots < 0, table.shape[2], slots // c), slots % c  # -1 would be the last
+  page = jnp.take_along_axis(table, at[..., None], axis=-1, mode="fill", fill_value=n)[..., 0]
   tokens = pools[0].reshape(n * c, 1, d)
   refusals = {"xla": None, "mosaic": mosaic.why_not(tokens)}
   if choose("append_kv", implementation or "xla", refusals, interpret=interpret) == "xla":
@@ -97,7 +97,9 @@ def scatter_pages(
 
 def _set(pools: Pair, index, new: Pair) -> Pair:
   keys, values = (
-    pool.at[index].set(x.astype(pool.dtype), mode="drop", unique_indices=True)
+    pool.at[index].set(
+      x.astype(pool.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
     for pool, x in zip(pools, new, strict=True)
   )
   return keys, values
@@ -116,6 +118,8 @@ def _moved(pools: Pair, ids, new: Pair, interpret: bool) -> Pair:
 
 
 def _check_pools(operation: str, pools: Pair):
+  if len(pools) != 2:
+    raise ValueError(f"{operation}: {len(pools)} pools, expected keys and values")
   keys, values = pools
   check_pool(operation, keys)
   if keys.shape != values.shape or keys.dtype != values.dtype:
@@ -134,7 +138,7 @@ def append_kv_reference(pools, table, slots, new):
     for k in range(table.shape[1]):
       place, slot = divmod(int(slots[b, k]), c)
       page = int(table[b, k, place]) if 0 <= place < table.shape[2] else n
-      if page < n:
+      if 0 <= page < n:
         pools = [
           p.at[page, slot].set(x[b, k].astype(p.dtype)) for p, x in zip(pools, new, strict=True)
         ]
@@ -145,7 +149,7 @@ def scatter_pages_reference(pools, ids, new):
   """One page at a time."""
   pools = list(pools)
   for place, page in enumerate(ids.reshape(-1).tolist()):
-    if page < pools[0].shape[0]:
+    if 0 <= page < pools[0].shape[0]:
       pages = [
         x.reshape(-1, *p.shape[1:])[place].astype(p.dtype) for p, x in zip(pools, new, strict=True)
       ]

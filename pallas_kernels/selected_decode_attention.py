@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.control import unless_finite
 from pallas_kernels.mosaic import decode_attention as mosaic
 from pallas_kernels.page_copies import copies_of_pages
+from pallas_kernels.page_ids import check_ids, is_known
 from pallas_kernels.page_pools import Scales, check_pools, product_dtype, slot_scales
-from pallas_kernels.softmax import NEG, Parts, none_where_empty, output, parts_of
+from pallas_kernels.softmax import NEG, Parts, empty_parts, none_where_empty, output, parts_of
 
 Turn = Callable[[jax.Array], jax.Array]
 
@@ -53,7 +55,8 @@ def selected_decode_attention(
     f[B, K, G, D] in the dtype of q.
 
   Raises:
-    ValueError: shapes or dtypes that do not fit, or a named implementation that cannot run.
+    ValueError: shapes, dtypes or (where they are not traced) page ids that do not fit, or a named
+      implementation that cannot run.
   """
   parts = selected_decode_parts(
     *(q, keys, values, pages, mask),
@@ -89,6 +92,8 @@ def selected_decode_parts(
   chosen = dispatch.choose(
     "selected_decode_attention", implementation, refusals, interpret=interpret
   )
+  if 0 in (q.size, pages.size, keys.size):
+    return empty_parts(q.shape)
   if chosen == "mosaic":
     return mosaic.selected_parts(q, keys, values, pages, mask, scales, interpret=interpret)
   return _parts(q, keys, values, pages, mask, scales, slots, turn)
@@ -169,6 +174,12 @@ def _check(q, keys, values, pages, mask, slots, scales):
     )
   if slots is not None and slots.shape != pages.shape:
     raise ValueError(f"slots {slots.shape} do not fit pages {pages.shape}: expected the same")
+  if mask.dtype != np.bool:
+    raise ValueError(f"mask is {mask.dtype}: expected bool")
+  used = np.asarray(mask).any(axis=-1) if is_known(mask) else mask
+  check_ids("selected_decode_attention: pages", pages, keys.shape[0], used=used)
+  if slots is not None:
+    check_ids("selected_decode_attention: slots", slots, keys.shape[1], used=used)
 
 
 def selected_decode_attention_reference(

@@ -27,6 +27,8 @@ def why_not_pages(pool: jax.Array) -> str | None:
 def why_not_extend(bounds: jax.Array) -> str | None:
   """Why bounds f[B, K, 2*D, P] cannot be extended; None if they can."""
   z = bounds.shape[2]
+  if 0 in bounds.shape:
+    return f"bounds {bounds.shape} are empty, and no program would be launched"
   return f"{z} numbers of a page's bounds are no multiple of {THREADS}" if z % THREADS else None
 
 

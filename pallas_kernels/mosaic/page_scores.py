@@ -21,6 +21,8 @@ QUERIES = 8  # the group is padded to a multiple, the columns of a tile
 def why_not(queries: jax.Array, digests: jax.Array) -> str | None:
   """Why queries f[B, K, G, Z] cannot be multiplied with digests f[B, K, Z, P]; None if they can."""
   z, p = digests.shape[2:]
+  if 0 in digests.shape:
+    return f"digests {digests.shape} are empty, and no program would be launched"
   if digests.dtype not in (jnp.bfloat16, jnp.float16):
     return f"digests are {digests.dtype}, expected bfloat16 or float16"
   if z % 16:

@@ -30,8 +30,8 @@ def why_not(x, weights, keys, values) -> str | None:
     return f"x and weights are {', '.join(sorted(map(str, dtypes)))}, not bfloat16 or float16 alone"
   if any(pool.dtype.itemsize not in (2, 4) for pool in (keys, values)):
     return f"pools are {keys.dtype} and {values.dtype}, not of 2 or 4 bytes a number"
-  if tokens > ROWS:
-    return f"there are {tokens} tokens, more than {ROWS}"
+  if not 0 < tokens <= ROWS:
+    return f"there are {tokens} tokens, expected 1 to {ROWS}"
   if d % 32 or e % TILE:
     return f"head size {d} and width {e} are not multiples of 32 and {TILE}"
   capability = dispatch.target_capability()

@@ -98,8 +98,8 @@ def test_what_is_refused():
       f(*args, **kw)
 
   refused("pool .* has 2 axes", gather_pages, old[0][0], table)
-  refused("page id 5 is out of range, expected 0 to 4", gather_pages, old[0], table + 5)
-  refused("page id 6 is out of range", scatter_pages, old, jnp.full(5, 6, jnp.int32), old)
+  refused("5 is out of range, expected 0 to 4", gather_pages, old[0], table + 5)
+  refused("6 is out of range", scatter_pages, old, jnp.full(5, 6, jnp.int32), old)
   refused(r"ids \(2, 2, 3\)", scatter_pages, old, table, old)
   refused(
     "keys float32.* and values bfloat16",

@@ -148,7 +148,7 @@ def test_what_is_refused():
   refused("no NVIDIA GPU", page_scores, q, (bounds,), n, implementation="mosaic")
   refused("there are only xla, mosaic", page_scores, q, (bounds,), n, implementation="triton")
   refused(r"ids \(3,\) and used \(2,\)", bounds_of_pages, pool, ids, ids[:2])
-  refused("page id 5 is out of range, expected 0 to 4", bounds_of_pages, pool, ids + 5, ids)
+  refused("5 is out of range, expected 0 to 4", bounds_of_pages, pool, ids + 5, ids)
   refused("4 slots, expected a multiple of 8", bounds_of_pages, pool[:, :4], ids, ids, **mosaic)
   refused(r"key \(2, 2, 8\)", append_bounds, bounds, key[..., :8], place, first)
   refused("32 numbers of a page's bounds", append_bounds, bounds, key, place, first, **mosaic)

@@ -76,12 +76,8 @@ def test_what_is_refused():
   refused("float32.* and of bfloat16", there, pools(1, 7, 8, 64, "bfloat16"), SOURCE, TARGET, n)
   refused(r"source \(6,\) and target \(5,\)", there, here, SOURCE, TARGET[:5], n)
   three = jnp.int32(3)
-  refused(
-    "source: page id 9 is out of range, expected 0 to 8", there, here, SOURCE + 1, TARGET, three
-  )
-  refused(
-    "target: page id -1 is out of range, expected 0 to 6", there, here, SOURCE, TARGET - 1, three
-  )
+  refused("source: 9 is out of range, expected 0 to 8", there, here, SOURCE + 1, TARGET, three)
+  refused("target: -1 is out of range, expected 0 to 6", there, here, SOURCE, TARGET - 1, three)
   refused("ids are int16", there, here, SOURCE.astype("int16"), TARGET, n)
   refused("has 2 axes", [x[0] for x in there], [x[0] for x in here], SOURCE, TARGET, n)
   refused("no NVIDIA GPU", there, here, SOURCE, TARGET, n, implementation="mosaic")
