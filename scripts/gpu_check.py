@@ -31,6 +31,7 @@ from scripts.gpu_checks import CHECKS, report
 SECONDS = 420.0  # of all checks, after which cases are left out
 START_SECONDS = 60.0  # until a worker's first case
 CASE_SECONDS = 90.0  # that a case may take, its compilation included
+LAST_SECONDS = 40.0  # that the last case may go on after the time of all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +82,7 @@ def run_cases(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
       reader = threading.Thread(target=_read, args=(worker.stdout, lines))
       reader.start()
       try:
-        first = yield from _listen(lines, first, flags.case_seconds)
+        first = yield from _listen(lines, first, flags.case_seconds, until + LAST_SECONDS)
       finally:
         worker.kill()
         reader.join()
@@ -100,12 +101,13 @@ def _start(flags: argparse.Namespace, first: int, until: float) -> subprocess.Po
   )
 
 
-def _listen(lines: queue.Queue[str | None], first: int, patience: float):
+def _listen(lines: queue.Queue[str | None], first: int, patience: float, end: float):
   """Yields results; returns the case to go on with, None when all are done."""
   running: dict[str, Any] | None = None
   told = False
   while True:
-    message, reason = _next(lines, patience if running else max(patience, START_SECONDS))
+    wait = min(patience, max(end - time.time(), 1)) if running else max(patience, START_SECONDS)
+    message, reason = _next(lines, wait)
     if message.get("done"):
       return None
     if message.get("started"):
@@ -117,7 +119,7 @@ def _listen(lines: queue.Queue[str | None], first: int, patience: float):
       yield _result({"check": "worker", "name": "start"}, {"ok": False, "note": reason}, 0.0)
       return None
     elif not message:
-      yield _result(running, {"ok": False, "note": reason}, patience)
+      yield _result(running, {"ok": False, "note": reason}, wait)
       return running["place"] + 1
     else:
       yield _result(running, message["result"], message["wall_seconds"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
 
 import pytest
 
+from pallas_kernels.arg_specs import named, small
 from scripts import gpu_check
-from scripts.gpu_checks import CHECKS
+from scripts.gpu_checks import CHECKS, in_place
 
 # Measured elsewhere, or not at all here.
 _LEFT_OUT = ("cannot run", "cuDNN needs a GPU")
@@ -55,6 +57,23 @@ def test_failures_of_every_kind_stop_nothing(tmp_path, capsys):
   assert {"date", "gpu", "versions", "commit", "interpret"} <= set(about)
   printed = capsys.readouterr().out
   assert "5 failed" in printed and "10.0 us" in printed
+
+
+def test_the_last_case_does_not_outlast_all():
+  """However long a case may take: its end is past, so that it gets a last second."""
+  lines = queue.Queue()
+  lines.put(json.dumps({"place": 3, "check": "some", "name": "hangs", "started": True}))
+  (result,) = gpu_check._listen(lines, 3, patience=3600.0, end=0.0)
+  assert result["note"] == "no end after 1 s" and result["ok"] is False
+
+
+@pytest.mark.usefixtures("fully_optimized")
+def test_pools_that_are_copied_are_not_in_place():
+  """Their addresses may well stay the same."""
+  shape = small(named("opt-350m-f32"))
+  found = in_place.check(shape, lambda pools, *_: tuple(x[::-1] for x in pools), False)
+  assert not found["ok"]
+  assert in_place.check(shape, lambda pools, *_: tuple(x + 1 for x in pools), False)["ok"]
 
 
 def test_after_the_time_is_over_cases_are_left_out(tmp_path):
