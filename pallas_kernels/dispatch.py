@@ -72,7 +72,8 @@ def target_capability() -> tuple[int, int] | None:
   """Compute capability of the NVIDIA GPU that is traced for; None for any other device.
 
   The target is the device of the abstract mesh where one is set, as inside `shard_map` and for a
-  chip that is not here, else the default device.
+  chip that is not here, else the default device. Where arrays lie cannot be seen while tracing: for
+  arrays on the CPU of a machine with a GPU, set `jax.default_device`, or name the implementation.
   """
   default = jax.config.jax_default_device or jax.devices()[0]
   if isinstance(default, str):  # the name of a platform

@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-Scales = tuple[jax.Array, jax.Array]  # f32[N] of the keys and of the values, one for each page
+# f32[N] of the keys and of the values, one for each page. With f16 queries those of the values
+# should be 1e-5 or more: weights times scales are rounded to f16 before they meet the numbers.
+Scales = tuple[jax.Array, jax.Array]
 
 
 def check_pools(q, keys, values, scales: Scales | None) -> None:
