@@ -95,7 +95,8 @@ def keys_of(pools: Pools, table: jax.Array, pages: jax.Array | None = None) -> j
   those at i32[B, K, M] places in the table."""
   if pages is not None:
     table = jnp.take_along_axis(table, pages, axis=-1, mode="clip")
-  keys = copies_of_pages(pools.keys, table)  # f[B, K, P, C, D]
+  # Not `copies_of_pages`: what masks these keys is fused with the gather, and they are many.
+  keys = pools.keys.at[table].get(mode="clip")  # f[B, K, P, C, D]
   return keys.reshape(*table.shape[:2], -1, keys.shape[-1])
 
 
