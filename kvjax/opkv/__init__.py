@@ -1,0 +1,1 @@
+"""OPKV (MLSys 2026): recall at token granularity on a paged cache."""

@@ -1,0 +1,64 @@
+"""Ranks, compactions and the least of many, in time linear in what is counted.
+
+A sort of a whole layer's tokens would cost more than the copies it plans. Scatters and gathers are
+cheap on a CPU (24,576 places: 20 us), XLA's running sums are not (80 us; `running` takes 20).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_WORD = 32  # bits
+
+
+def running(mask: jax.Array) -> jax.Array:
+  """i32[T]: how many of mask bool[T] hold up to each place, itself included.
+
+  Places are packed into words of 32 bits, whose bits a processor counts at once; running sums are
+  left for the words of a group of 32, and for the groups.
+  """
+  (t,) = mask.shape
+  bits = jnp.pad(mask, (0, -t % _WORD**2)).reshape(-1, _WORD, _WORD)
+  lane = jnp.arange(_WORD, dtype=jnp.uint32)
+  words = (bits.astype(jnp.uint32) << lane[None, None]).sum(axis=-1, dtype=jnp.uint32)
+  of_word = jax.lax.population_count(words).astype(jnp.int32)
+  of_group = of_word.sum(axis=-1, dtype=jnp.int32)
+  earlier = jnp.cumsum(of_word, axis=-1) - of_word + before(of_group)[:, None]
+  up_to_lane = ~jnp.uint32(0) >> (_WORD - 1 - lane)
+  within = jax.lax.population_count(words[..., None] & up_to_lane[None, None]).astype(jnp.int32)
+  return (earlier[..., None] + within).reshape(-1)[:t]
+
+
+def before(counts: jax.Array) -> jax.Array:
+  """i32[X]: sum of counts i32[X] of the lists before each."""
+  return jnp.cumsum(counts) - counts
+
+
+def places(mask: jax.Array, size: int) -> jax.Array:
+  """i32[size]: where mask bool[T] holds, ascending; T beyond the last."""
+  (t,) = mask.shape
+  rank = jnp.where(mask, running(mask) - 1, size)
+  empty = jnp.full(size, t, jnp.int32)
+  return empty.at[rank].set(jnp.arange(t, dtype=jnp.int32), mode="drop", unique_indices=True)
+
+
+def smallest(keys: jax.Array, allowed: jax.Array, count: jax.Array, bits: int = 31) -> jax.Array:
+  """bool[n]: the count i32[] smallest of keys i32[n] that are allowed bool[n], of equal the first.
+
+  Args:
+    keys: not negative, below 2**bits.
+    allowed: places that may be chosen.
+    count: how many; all that are allowed if there are fewer.
+    bits: passes over the keys, one for each bit of the count-th smallest.
+  """
+
+  def with_bit(i, least):
+    higher = least | (1 << (bits - 1 - i))
+    fewer = (allowed & (keys < higher)).sum(dtype=jnp.int32) < count
+    return jnp.where(fewer, higher, least)
+
+  last = jax.lax.fori_loop(0, bits, with_bit, jnp.int32(0))
+  below, equal = allowed & (keys < last), allowed & (keys == last)
+  left = count - below.sum(dtype=jnp.int32)
+  return below | (equal & (running(equal) <= left))
