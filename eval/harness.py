@@ -20,9 +20,12 @@ from eval.tasks import Example
 from kvjax import POLICIES, Generation, Runner, Sampling, generate
 from kvjax.engine.generate import Progress, decode
 from kvjax.policies import split_spec
+from kvjax.stores import traffic
 from kvjax.types import Policy
 from models import Loaded
 
+# Sums over a batch that its lines keep of `kvjax.stores.traffic.totals`.
+_RECALL = ("selected", "resident", "pages_used", "pages_hit", "moved_bytes")
 _WARM_UP = 3  # new tokens: the first, one that compiles the decode step, one more
 
 
@@ -83,6 +86,7 @@ def ask(
   timing = {
     "ttft_s": None if recording else result.ttft_s,
     "step_s": [round(second, 6) for second in result.step_s],
+    "recall": traffic.totals(result.cache),
   }
   return [
     _prediction(loaded, runner, example, tokens, stopped) | timing
@@ -206,7 +210,17 @@ def speeds(predictions: Sequence[Line]) -> results.Row:
   if step_s:  # every answer may end with its first token
     made = sum(one["output_tokens"] + one["stopped"] - 1 for one in predictions)
     fields |= {"decode_tokens_per_s": made / sum(step_s)} | results.percentiles("tpot_s", step_s)
-  return fields
+  return fields | recalls(predictions)
+
+
+def recalls(predictions: Sequence[Line]) -> results.Row:
+  """The fields of a row about what came back from the host; none where nothing is there."""
+  batches = {one["batch"]: one for one in predictions if one.get("recall")}.values()
+  steps = sum(len(one["step_s"]) for one in batches)
+  if not steps:
+    return {}
+  total = {name: sum(one["recall"][name] for one in batches) for name in _RECALL}
+  return results.recall_fields(total, steps)
 
 
 def _question_fields(runner: Runner, examples: Sequence[Example]) -> results.Row:

@@ -9,7 +9,8 @@ from eval import harness, layers, loop, results
 from eval.loop import Grid
 
 _SIZES = (
-  *("policy", "store", "budget_tokens", "device_kv_bytes", "metadata_bytes", "peak_kv_bytes"),
+  *("policy", "store", "budget_tokens", "device_kv_bytes", "metadata_bytes", "host_kv_bytes"),
+  "peak_kv_bytes",
 )
 
 

@@ -69,7 +69,11 @@ def record(
 
 
 def replayed(runner: Runner, params: Params, recording: Recording) -> tuple[jax.Array, KVCache]:
-  """What `prefill(runner, params, recording.prompts)` gives."""
+  """What `prefill(runner, params, recording.prompts)` gives.
+
+  A recording of one prompt serves a batch of its copies: `recording._replace(prompts=prompts * b)`.
+  Then only the cache is that of the batch.
+  """
   source = runner._replace(model=_replaying(runner.model))
   return recording.last, prefill(source, (params, recording.layers), recording.prompts)[1]
 
@@ -153,7 +157,7 @@ def _replaying(model: Model) -> Model:
   def forward(params, tokens, positions, cache, attend):
     layers = params[1]
     for layer, whole in enumerate(layers):
-      part = _part(whole, positions[0, 0], tokens.shape[1])
+      part = _part(whole, positions[0, 0], tokens.shape)
       _, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
     return jnp.zeros_like(layers[0].hidden, shape=(*tokens.shape, model.config.embed_dim)), cache
 
@@ -171,7 +175,7 @@ def _step_model(model: Model, attended: bool, chosen: list[Selection]) -> Model:
     layers = params[1]
     x = jnp.zeros_like(layers[0].hidden, shape=(*tokens.shape, model.config.embed_dim))
     for layer, whole in enumerate(layers):
-      part = _part(whole, positions[0, 0], tokens.shape[1])
+      part = _part(whole, positions[0, 0], tokens.shape)
       part, x, chosen[-1:] = jax.lax.optimization_barrier((part, x, chosen[-1:]))
       out, cache = attend(layer, part.q, part.k, part.v, cache, part.hidden)
       x = x + out.sum() if attended else x
@@ -180,9 +184,12 @@ def _step_model(model: Model, attended: bool, chosen: list[Selection]) -> Model:
   return _of_recording(model, forward)
 
 
-def _part(whole: Projected, start: jax.Array, tokens: int) -> Projected:
+def _part(whole: Projected, start: jax.Array, shape: tuple[int, ...]) -> Projected:
+  """Of the rows and tokens of a call; all rows are the recorded one where there is one."""
+
   def cut(a: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(a, start, tokens, axis=1)
+    part = jax.lax.dynamic_slice_in_dim(a, start, shape[1], axis=1)
+    return jnp.broadcast_to(part, (shape[0], *part.shape[1:]))
 
   return jax.tree.map(cut, whole)
 

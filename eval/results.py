@@ -86,7 +86,9 @@ _HEADERS = {
   "speedup_vs_dense": "vs dense",
   "device_kv_bytes": "KV on device",
   "peak_kv_bytes": "KV at peak",
+  "host_kv_bytes": "KV on host",
   "metadata_bytes": "metadata",
+  "recall_bytes_per_step": "recalled a step",
 }
 
 
@@ -134,8 +136,22 @@ def byte_fields(runner: Runner) -> Row:
   return {
     "device_kv_bytes": decode.keys_values,
     "peak_kv_bytes": max(decode.keys_values, prefill.keys_values),
-    "host_kv_bytes": 0,
+    "host_kv_bytes": decode.host,
     "metadata_bytes": decode.tables + decode.metadata,
+  }
+
+
+def recall_fields(total: Mapping[str, int], steps: int) -> Row:
+  """The fields of a row about what came back from the host.
+
+  Args:
+    total: `kvjax.stores.traffic.totals`, or sums of them.
+    steps: decode steps in which that was moved, at least 1.
+  """
+  return {
+    "recall_bytes_per_step": total["moved_bytes"] / steps,
+    "page_hit_ratio": total["pages_hit"] / total["pages_used"] if total["pages_used"] else None,
+    "token_hit_ratio": total["resident"] / max(1, total["selected"]),
   }
 
 

@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -41,12 +42,14 @@ from eval.results import (
   make_manifest,
   make_row,
   percentiles,
+  recall_fields,
   run_folder,
   table,
 )
 from kvjax import CacheConfig, KVCache, Runner, Sampling, generate, make_policy, prepare
 from kvjax.engine.generate import check_overflow, check_request
 from kvjax.engine.steps import next_token
+from kvjax.stores import traffic
 from kvjax.types import Params, Policy
 from models import Loaded, load
 from models.memory import params_bytes
@@ -60,6 +63,7 @@ PLAN_COLUMNS = (
   "batch_size",
   "device_kv_bytes",
   "metadata_bytes",
+  "host_kv_bytes",
   "peak_kv_bytes",
 )
 COLUMNS = (
@@ -77,6 +81,7 @@ COLUMNS = (
   "floor_ratio",
   "device_kv_bytes",
 )
+RECALL_COLUMNS = ("recall_bytes_per_step", "page_hit_ratio", "token_hit_ratio")
 
 
 def define_flags() -> None:
@@ -137,6 +142,8 @@ def start_lane(
   result = generate(runner, params, prompts, max_new_tokens=1, progress=progress)
   first = [row[0] for row in result.tokens]
   tokens = jnp.asarray(first, jnp.int32)
+  if result.cache.host is not None:  # what such a step returns is bound to a device: so begins it
+    tokens = jax.device_put(tokens, result.cache.lengths.sharding)
   return Lane(runner, params, result.cache, tokens, result.ttft_s, (), (first[0],))
 
 
@@ -166,6 +173,7 @@ class Samples(NamedTuple):
   compile_s: float
   ttft_s: list[float]
   step_s: list[float]
+  recalls: list[dict[str, int] | None]
 
 
 def main(args: flags.FlagValues) -> None:
@@ -199,7 +207,8 @@ def main(args: flags.FlagValues) -> None:
       for row in measure(loaded, group, args.output_tokens, args.repeats, bar):
         rows.append(row)
         append_row(out_dir, row)
-  print(f"\n{table(rows, COLUMNS)}\n\nwritten to {out_dir}")
+  recalls = any(row["recall_bytes_per_step"] is not None for row in rows)
+  print(f"\n{table(rows, COLUMNS + RECALL_COLUMNS * recalls)}\n\nwritten to {out_dir}")
 
 
 def pick_policies(
@@ -257,7 +266,7 @@ def measure(
     bar: grows by one for each prefill.
   """
   compile_s = [compile_runner(runner, loaded.params) for runner in group.runners]
-  samples = [Samples(seconds, [], []) for seconds in compile_s]
+  samples = [Samples(seconds, [], [], []) for seconds in compile_s]
   read = bandwidth_reader()
   bandwidth = read()
   for _ in range(repeats):
@@ -277,6 +286,7 @@ def measure(
       check_overflow(lane.runner, lane.cache)
       sample.ttft_s.append(lane.ttft_s)
       sample.step_s.extend(lane.step_s)
+      sample.recalls.append(traffic.totals(lane.cache))
   rows = [
     _row(loaded, runner, sample, len(group.prompts[0]), output_tokens, bandwidth)
     for runner, sample in zip(group.runners, samples, strict=True)
@@ -322,7 +332,13 @@ def _row(
     "bandwidth_bytes_per_s": bandwidth,
     "floor_s": floor_s,
     "floor_ratio": statistics.median(samples.step_s) / floor_s,
+    **_recall_fields(samples),
   }
+
+
+def _recall_fields(samples: Samples) -> Row:
+  counts = [Counter(one) for one in samples.recalls if one]
+  return recall_fields(sum(counts, Counter()), len(samples.step_s)) if counts else {}
 
 
 def _plan_row(loaded: Loaded, runner: Runner, prompt_tokens: int) -> Row:
@@ -339,7 +355,7 @@ def _plan_row(loaded: Loaded, runner: Runner, prompt_tokens: int) -> Row:
     prompt_tokens=prompt_tokens,
     device_kv_bytes=runner.decode_bytes.total,
     peak_kv_bytes=runner.prefill_bytes.total,
-    host_kv_bytes=0,
+    host_kv_bytes=runner.decode_bytes.host,
     metadata_bytes=runner.decode_bytes.metadata,
     simulated=False,
   )

@@ -3,6 +3,7 @@
 from kvjax.cache import CacheBytes, KVCache, cache_bytes
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.engine import (
+  STORES,
   Generation,
   Runner,
   Sampling,
@@ -15,7 +16,6 @@ from kvjax.engine import (
   unpad,
 )
 from kvjax.policies import POLICIES, make_policy
-from kvjax.stores import STORES
 
 __version__ = "0.1.0"
 

@@ -98,10 +98,13 @@ class LayerPlan(NamedTuple):
     roles: `DENSE` or `SELECT` each.
     watched: dense layers for which the policy's `preprocess` is called too: to choose tokens for
       later layers, or to look ahead at the next one.
+    shared: of each selecting layer, the row of the first one that selects the same tokens as it
+      does; then what a store plans for that one serves for all. Empty where each selects its own.
   """
 
   roles: tuple[str, ...]
   watched: tuple[int, ...] = ()
+  shared: tuple[int, ...] = ()
 
   @property
   def select_layers(self) -> tuple[int, ...]:
@@ -171,13 +174,15 @@ class Recalled(NamedTuple):
   """What a store gives back for a selection.
 
   Attributes:
-    pages: i32[B, K, M], rows of the pool.
+    pools: the device pages that are read, `kvjax.cache.paged.Pools`.
+    pages: i32[B, K, M], rows of the pools; None where they are all of them, list after list.
     mask: bool[B, K, M, C], slots that count and hold a token; [B, K, M, 1] with slots.
     positions: i32[B, K, M, C or 1], their true positions.
     slots: None, or i32[B, K, M] as in `Selection`.
   """
 
-  pages: jax.Array
+  pools: Any
+  pages: jax.Array | None
   mask: jax.Array
   positions: jax.Array
   slots: jax.Array | None = None
@@ -195,6 +200,9 @@ class Policy(NamedTuple):
     preprocess: `preprocess(state, inputs) -> state`, for each prefill chunk and decode token of a
       selecting layer, after the store has taken the keys.
     select: `select(state, inputs) -> Selection, state`, in decode.
+    ahead: `ahead(state, row) -> Selection | None`: what selecting layer `row` will attend to,
+      where the policy knows it before that layer runs, so that its recall can begin while another
+      layer attends; None where it never does.
     fetch: overrides the store's; None for the store's own.
     recall: overrides the store's; None for the store's own.
     settle: `settle(state, inputs) -> state`, for each selecting layer once between prefill and
@@ -223,6 +231,7 @@ class Policy(NamedTuple):
   register: Callable[[ModelConfig, CacheConfig], tuple[LayerPlan, State]]
   preprocess: Callable[[State, Inputs], State]
   select: Callable[[State, Inputs], tuple[Selection, State]]
+  ahead: Callable[[State, int], Selection | None] | None = None
   fetch: Callable[..., Any] | None = None
   recall: Callable[..., Any] | None = None
   settle: Callable[[State, Inputs], State] | None = None
@@ -241,6 +250,7 @@ class Store(NamedTuple):
   Attributes:
     name: its name in tables and on command lines.
     drops: it forgets what the policy does not keep.
+    on_host: it keeps every page in host memory, beside those that prefill fills on the device.
     decode_config: `decode_config(cache_config, policy) -> CacheConfig` of the cache that decodes.
     slot_positions: `slot_positions(cache, row, lengths) -> i32[B, K, T]`, see `Inputs`; -1 for a
       slot that is free.
@@ -248,18 +258,22 @@ class Store(NamedTuple):
       token a row; slots is where it goes.
     place: `place(cache, row, positions i32[B], victims) -> i32[B, K], cache`, the slot of a new
       token; `victims()` asks the policy for the slots to reuse, and is None where it drops none.
-    fetch: `fetch(cache, row, selection) -> ticket, cache`; does not block.
+    fetch: `fetch(cache, row, selection, lengths) -> ticket, cache`: begins to bring it back. What
+      another layer does meanwhile does not depend on it, so it does not block.
     recall: `recall(cache, row, ticket, lengths) -> Recalled, cache`.
-    seal: `seal(cache, policy, cache_config) -> cache`: from the cache that prefilled to the one
-      that decodes.
+    release: `release(cache, row, out) -> out, cache`: after the layer has attended with result out.
+    seal: `seal(cache, policy, cache_config, layer_plan) -> cache`: from the cache that prefilled to
+      the one that decodes.
   """
 
   name: str
   drops: bool
+  on_host: bool
   decode_config: Callable[[CacheConfig, Policy], CacheConfig]
   slot_positions: Callable[..., jax.Array]
   place: Callable[..., tuple[jax.Array, State]]
   append: Callable[..., State]
   fetch: Callable[..., tuple[Any, State]]
   recall: Callable[..., tuple[Recalled, State]]
+  release: Callable[..., tuple[jax.Array, State]]
   seal: Callable[..., State]

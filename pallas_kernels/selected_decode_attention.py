@@ -23,7 +23,7 @@ def selected_decode_attention(
   q: jax.Array,
   keys: jax.Array,
   values: jax.Array,
-  pages: jax.Array,
+  pages: jax.Array | None,
   mask: jax.Array,
   *,
   scales: Scales | None = None,
@@ -39,7 +39,8 @@ def selected_decode_attention(
       stands for H and G is 1.
     keys: f[N, C, D], the whole pool; or i8 with scales.
     values: f[N, C, D], the whole pool; or i8 with scales.
-    pages: i32[B, K, M], rows of the pool; anything outside [0, N) must be masked.
+    pages: i32[B, K, M], rows of the pool; anything outside [0, N) must be masked. None where the
+      lists have all pages of the pool, one list after another: then XLA copies nothing.
     mask: bool[B, K, M, C], slots that count. Others may hold anything; none at all gives zeros.
     scales: for i8 pools, f32[N] of the keys and f32[N] of the values: a page holds its numbers
       divided by its scale. The products are then in the dtype of q.
@@ -73,7 +74,7 @@ def selected_decode_parts(
   q: jax.Array,
   keys: jax.Array,
   values: jax.Array,
-  pages: jax.Array,
+  pages: jax.Array | None,
   mask: jax.Array,
   *,
   scales: Scales | None = None,
@@ -87,16 +88,28 @@ def selected_decode_parts(
   Returns:
     `softmax.Parts` of [B, K, G] and D; m is -1e30, l and o are 0 where no slot counts.
   """
-  _check(q, keys, values, pages, mask, slots, scales)
+  ids = _one_after_another(keys, mask) if pages is None else pages
+  _check(q, keys, values, ids, mask, slots, scales)
   refusals = {"xla": None, "mosaic": _why_not_mosaic(q, keys, slots, turn)}
   chosen = dispatch.choose(
     "selected_decode_attention", implementation, refusals, interpret=interpret
   )
-  if 0 in (q.size, pages.size, keys.size):
+  if 0 in (q.size, ids.size, keys.size):
     return empty_parts(q.shape)
   if chosen == "mosaic":
-    return mosaic.selected_parts(q, keys, values, pages, mask, scales, interpret=interpret)
+    return mosaic.selected_parts(q, keys, values, ids, mask, scales, interpret=interpret)
   return _parts(q, keys, values, pages, mask, scales, slots, turn)
+
+
+def _one_after_another(pool, mask):
+  """i32[B, K, M]: the pages of each list where they are all pages of the pool, in order."""
+  n, lists = pool.shape[0], mask.shape[:2]
+  if n != lists[0] * lists[1] * mask.shape[2]:
+    raise ValueError(
+      f"a pool {pool.shape} is not made of {lists[0]} x {lists[1]} lists of {mask.shape[2]} pages, "
+      f"as the mask {mask.shape} says; give pages"
+    )
+  return jnp.arange(n, dtype=jnp.int32).reshape(mask.shape[:3])
 
 
 def _why_not_mosaic(q, keys, slots, turn) -> str | None:
@@ -108,21 +121,23 @@ def _why_not_mosaic(q, keys, slots, turn) -> str | None:
 
 
 def _parts(q, keys, values, pages, mask, scales, slots, turn) -> Parts:
-  scores = _scores(q, keys, pages, slots, turn)
+  lists = mask.shape[:2]
+  scores = _scores(q, keys, pages, slots, turn, lists)
   valid, v_scales = _in_list(mask), None
   if scales is not None:
-    k_scales, v_scales = (_in_list(slot_scales(x, pages, mask.shape[-1])) for x in scales)
+    ids = _one_after_another(keys, mask) if pages is None else pages
+    k_scales, v_scales = (_in_list(slot_scales(x, ids, mask.shape[-1])) for x in scales)
     scores, v_scales = scores * k_scales[:, :, None], jnp.where(valid, v_scales, 0.0)
   scores = jnp.where(valid[:, :, None], scores, NEG)
 
   def masked(scores, valid, v_scales, values, pages, slots):
-    gathered = _in_a_row(_gather(values, pages, slots)).astype(product_dtype(q, values))
+    gathered = _in_a_row(_gather(values, pages, slots, lists)).astype(product_dtype(q, values))
     gathered = jnp.where(valid[..., None], gathered, jnp.zeros_like(gathered))
     return _parts_of(scores, gathered, v_scales, valid)
 
   def direct(*args):
     scores, valid, v_scales, values, pages, slots = args
-    gathered = _in_a_row(_gather(values, pages, slots)).astype(product_dtype(q, values))
+    gathered = _in_a_row(_gather(values, pages, slots, lists)).astype(product_dtype(q, values))
     parts = _parts_of(scores, gathered, v_scales, valid)
     return unless_finite(parts, lambda: masked(*args))
 
@@ -134,19 +149,21 @@ def _parts_of(scores, gathered, scales, valid) -> Parts:
   return none_where_empty(parts_of(scores, gathered, scales), valid.any(axis=-1)[..., None])
 
 
-def _scores(q, keys, pages, slots, turn):
+def _scores(q, keys, pages, slots, turn, lists):
   """f32[B, K, G, M*C], of int8 keys before their scales."""
   dtype = product_dtype(q, keys)
   scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(dtype)
-  gathered = _gather(keys, pages, slots).astype(dtype)
+  gathered = _gather(keys, pages, slots, lists).astype(dtype)
   gathered = _in_a_row(gathered if turn is None else turn(gathered))
   # Keys first: a CPU would otherwise transpose them, and they are what is large here.
   scores = jnp.einsum("bktd,bkgd->bktg", gathered, scaled, preferred_element_type=jnp.float32)
   return scores.swapaxes(2, 3)
 
 
-def _gather(pool, pages, slots):
+def _gather(pool, pages, slots, lists):
   """f[B, K, M, C, D] of pages, one copy of C*D numbers each; or f[B, K, M, 1, D] of slots."""
+  if pages is None:
+    return pool.reshape(*lists, -1, *pool.shape[1:])
   if slots is None:
     return copies_of_pages(pool, pages)
   return pool.at[pages, slots].get(mode="clip")[..., None, :]

@@ -39,6 +39,7 @@ _LONG = (
   *("test_run_needle", "test_golden", "test_attention", "test_pages", "test_families"),
   *("test_write_a_policy", "test_generate", "test_readme", "test_inspect_model", "test_h100"),
   *("test_mosaic_attention", "test_mosaic_ranking", "test_mosaic_pages", "test_gpu_check"),
+  *("test_host_stores", "test_reproduce_opkv", "test_races", "test_sub_block_manager"),
   *("test_h100_attention", "test_project_qkv_to_pages", "test_paged_attention"),
   *("test_profile_policy", "test_quest", "test_sampling", "test_decoder", "test_duo"),
 )

@@ -7,33 +7,44 @@ from typing import NamedTuple
 import jax
 
 from kvjax.cache.kv_cache import KVCache
+from kvjax.cache.paged import Pools
 
 
 class CacheBytes(NamedTuple):
-  """Bytes on the device.
+  """Bytes of a cache by what they are for.
 
   Attributes:
-    keys_values: pools and contiguous layers.
+    keys_values: pools and contiguous layers, and the pages that a store has recalled.
     tables: page tables, lengths and overflow bits.
     metadata: state of policy and store: page bounds, slot positions.
+    host: pools in host memory.
   """
 
   keys_values: int
   tables: int
   metadata: int
+  host: int = 0
 
   @property
   def total(self) -> int:
-    return sum(self)
+    """Bytes on the device."""
+    return self.keys_values + self.tables + self.metadata
 
 
 def cache_bytes(cache: KVCache) -> CacheBytes:
   """Bytes of every array of a cache, which may be abstract (from `jax.eval_shape`)."""
+  recalled = _bytes(_pools_in(cache.store_state))
   return CacheBytes(
-    keys_values=_bytes((cache.contiguous, cache.pools)),
+    keys_values=_bytes((cache.contiguous, cache.pools)) + recalled,
     tables=_bytes((cache.table, cache.lengths, cache.overflow)),
-    metadata=_bytes((cache.policy_state, cache.store_state)),
+    metadata=_bytes((cache.policy_state, cache.store_state)) - recalled,
+    host=_bytes(cache.host),
   )
+
+
+def _pools_in(tree) -> list[Pools]:
+  leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Pools))
+  return [leaf for leaf in leaves if isinstance(leaf, Pools)]
 
 
 def _bytes(tree) -> int:

@@ -8,12 +8,15 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import host
 from kvjax.cache.contiguous import Contiguous, zeros
 from kvjax.cache.paged import Pools
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.types import DENSE, LayerPlan, State
 
-OVERFLOW = 1  # bit of `KVCache.overflow`: a row was given a token that it has no slot for
+# Bits of `KVCache.overflow`.
+OVERFLOW = 1  # a row was given a token that it has no slot for
+TOO_SMALL = 2  # the pool of recalled pages could not hold what a layer selected
 
 
 class KVCache(flax.struct.PyTreeNode):
@@ -29,6 +32,8 @@ class KVCache(flax.struct.PyTreeNode):
     overflow: u32[B], bits that say what did not fit; whoever drives the steps must look.
     policy_state: whatever the policy keeps.
     store_state: whatever the store keeps.
+    host: `Pools` in pinned host memory with every page of the layers that select, for stores that
+      want it; the table's page ids are theirs too.
   """
 
   contiguous: tuple[Contiguous | None, ...]
@@ -38,10 +43,16 @@ class KVCache(flax.struct.PyTreeNode):
   overflow: jax.Array
   policy_state: State
   store_state: State
+  host: Any = None  # Pools | None
 
 
 def allocate(
-  model: ModelConfig, cache: CacheConfig, plan: LayerPlan, policy_state: State = ()
+  model: ModelConfig,
+  cache: CacheConfig,
+  plan: LayerPlan,
+  policy_state: State = (),
+  *,
+  on_host: bool = False,
 ) -> KVCache:
   """An empty cache in which every row owns all the pages that it can ever need at once.
 
@@ -52,6 +63,7 @@ def allocate(
     cache: shape of the cache.
     plan: which layers are contiguous and which are paged.
     policy_state: what `Policy.register` gave.
+    on_host: the pages of selecting layers exist in host memory too.
   """
   rows = len(plan.select_layers)
   b, k, p = cache.batch_size, model.num_kv_heads, cache.pages_per_row
@@ -59,7 +71,8 @@ def allocate(
   owned = -(-cache.slots_per_row // c)  # pages of a row, fewer than P where they form a ring
   num_pages = rows * b * k * owned
   firsts = jnp.arange(0, num_pages, owned, dtype=jnp.int32).reshape(rows, b, k, 1)
-  pools = Pools(*(jnp.zeros((num_pages, c, d), cache.dtype) for _ in range(2)))
+  shape = num_pages, c, d
+  pools = Pools(*(jnp.zeros(shape, cache.dtype) for _ in range(2)))
   return KVCache(
     contiguous=tuple(zeros(model, cache) if role == DENSE else None for role in plan.roles),
     pools=pools if rows else None,
@@ -68,4 +81,5 @@ def allocate(
     overflow=jnp.zeros(b, jnp.uint32),
     policy_state=policy_state,
     store_state=(),
+    host=host.empty(shape, cache.dtype) if rows and on_host else None,
   )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,9 @@ def prefill_attend(setting: Setting, call: Call) -> Attend:
       past = _turn_past(past, rotate, block)
     out = dense(turned_q, turned_k, v, [past])
     cache = cache.replace(pools=pools)
+    if cache.host is not None:  # layer by layer, so that a copy runs while the next one computes
+      on_host = paged.append_chunk(cache.host, cache.table[row], stored, v, start, call.valid)
+      cache = cache.replace(host=on_host)
     slots = _page_slots(cache, row, resident.slot_positions(cache, row, call.lengths))
     inputs = _inputs(setting, call, layer, row, slots, turned_q, stored, v, hidden)
     return out, cache.replace(policy_state=policy.preprocess(cache.policy_state, inputs))
@@ -99,16 +102,31 @@ def decode_attend(setting: Setting, call: Call, watch: Watch | None = None) -> A
   watch, if given, is shown the `Selection` of each layer that selects while it is traced.
   """
   policy, store, rotate, config = setting.policy, setting.store, setting.rotate, setting.config
+  tickets: dict[int, Any] = {}  # by selecting layer, of recalls that have begun before it runs
+
+  def fetch(cache: KVCache, row: int, selection: Selection) -> KVCache:
+    begin = policy.fetch or store.fetch
+    tickets[row], cache = begin(cache, row, selection, call.lengths)
+    return cache
+
+  def fetch_ahead(cache: KVCache, layer: int) -> KVCache:
+    """Begins the recall for the next layer that selects, if it is known what that will want."""
+    row = sum(other <= layer for other in setting.plan.select_layers)
+    if not store.on_host or policy.ahead is None or row in tickets:
+      return cache
+    known = row < len(setting.plan.select_layers) and policy.ahead(cache.policy_state, row)
+    return fetch(cache, row, known) if known else cache
 
   def attend(layer, q, k, v, cache: KVCache, hidden):
     kept = cache.contiguous[layer]
     if kept is not None:
       k, q = rotate(k, call.positions), rotate(q, call.positions)
       kept = contiguous.append_token(kept, k[:, 0], v[:, 0], config.slot(call.positions[:, 0]))
+      cache = _with_layer(cache, layer, kept)
+      cache = fetch_ahead(_watched(setting, call, layer, q, k, v, cache, hidden), layer)
       q_heads = _grouped(q, k.shape[2])
       out = contiguous_decode_attention(q_heads, *kept, call.lengths, window=config.window_tokens)
-      cache = _with_layer(cache, layer, kept)
-      return out.reshape(q.shape), _watched(setting, call, layer, q, k, v, cache, hidden)
+      return out.reshape(q.shape), cache
     return select_and_attend(layer, q, k, v, cache, hidden)
 
   def select_and_attend(layer, q, k, v, cache: KVCache, hidden):
@@ -130,18 +148,19 @@ def decode_attend(setting: Setting, call: Call, watch: Watch | None = None) -> A
     if watch is not None:
       watch(layer, selection)
     cache = cache.replace(policy_state=state)
-    ticket, cache = (policy.fetch or store.fetch)(cache, row, selection)
-    recalled, cache = (policy.recall or store.recall)(cache, row, ticket, call.lengths)
+    cache = cache if row in tickets else fetch(cache, row, selection)
+    recalled, cache = (policy.recall or store.recall)(cache, row, tickets.pop(row), call.lengths)
+    cache = fetch_ahead(cache, layer)
     out = selected_decode_attention(
-      _grouped(q, recalled.pages.shape[1]),
-      cache.pools.keys,
-      cache.pools.values,
+      _grouped(q, recalled.mask.shape[1]),
+      recalled.pools.keys,
+      recalled.pools.values,
       recalled.pages,
       recalled.mask & _in_window(policy, config, call, recalled.positions),
       slots=recalled.slots,
       turn=None if turn is None else lambda keys: turn(keys, recalled.positions),
     )
-    return out.reshape(q.shape), cache
+    return store.release(cache, row, out.reshape(q.shape))
 
   return attend
 
@@ -162,8 +181,17 @@ def _watched(setting: Setting, call: Call, layer: int, q, k, v, cache: KVCache, 
 
 def _page_slots(cache: KVCache, row: int, positions: jax.Array):
   """Positions i32[B, K, T] of the slots of a layer, and a function that gives their keys."""
+  if cache.pools is None:
+    return positions, _keys_on_host
   places = positions.shape[2] // cache.pools.page_size  # the table is as wide as the widest layer
   return positions, partial(paged.keys_of, cache.pools, cache.table[row][..., :places])
+
+
+def _keys_on_host(pages=None):
+  raise ValueError(
+    "the keys of this layer are in host memory; choose a policy or options that "
+    "do not read them, or the store resident"
+  )
 
 
 def _inputs(setting: Setting, call: Call, layer: int, row: int, slots, q, k, v, hidden) -> Inputs:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import KVCache
+from kvjax.cache import TOO_SMALL, KVCache
 from kvjax.engine import sharded, steps
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.sharded import to_host
@@ -141,7 +141,10 @@ def prefill(
   cache = steps.empty_cache(runner)
   dtype = jax.tree.leaves(params)[0].dtype  # what a model's weights have, its activations have
   shape = (len(prompts), runner.model.config.embed_dim)
-  last = jnp.zeros(shape, dtype, device=sharded.rows(runner.mesh))
+  where = sharded.rows(runner.mesh)
+  if runner.store.on_host:  # beside host memory all results of a step are bound to their device,
+    where = cache.lengths.sharding  # and a second step must not look like another kind of step
+  last = jnp.zeros(shape, dtype, device=where)
   for start in range(0, longest, chunk):
     counts = np.clip(lengths - start, 0, chunk).astype(np.int32)
     last, cache = steps.prefill_chunk(
@@ -149,9 +152,7 @@ def prefill(
     )
     jax.block_until_ready(last)
     progress("prefill", min(start + chunk, longest), longest)
-  if runner.store.drops:
-    return last, steps.seal(runner, cache)
-  return last, (cache if runner.policy.settle is None else steps.settle(runner, cache))
+  return last, steps.sealed(runner, cache)
 
 
 def check_request(runner: Runner, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -202,6 +203,11 @@ def check_overflow(runner: Runner, cache: KVCache) -> None:
   if not rows.size:
     return
   longest, policy = int(to_host(cache.lengths).max()), runner.policy
+  if (to_host(cache.overflow) & TOO_SMALL).any():
+    raise RuntimeError(
+      f"store {runner.store.name!r} has too few blocks on the device for what one layer selects of "
+      f"rows {rows.tolist()}; raise its option slack, or lower the budget"
+    )
   fixed = runner.store.drops and policy.evict is None  # what is generated has its own slots
   if fixed and longest <= runner.prefill_config.capacity_tokens:
     raise RuntimeError(

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.cache import OVERFLOW, CacheBytes, KVCache, allocate, cache_bytes
+from kvjax.cache import OVERFLOW, CacheBytes, KVCache, allocate, cache_bytes, host
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.engine import sharded
 from kvjax.engine.attend import Call, Setting, decode_attend, prefill_attend
+from kvjax.engine.placing import make_store
 from kvjax.engine.sampling import sample
-from kvjax.stores import make_store
 from kvjax.types import LayerPlan, Model, Params, Policy, Store
 from pallas_kernels.dispatch import recording
 
@@ -76,7 +76,7 @@ def prepare(
     ValueError: the pair is not allowed, or shapes do not fit.
   """
   chosen = make_store(store)
-  if store not in policy.stores:
+  if store.partition(":")[0] not in policy.stores:
     raise ValueError(
       f"policy {policy.name!r} cannot run on store {store!r}; it runs on {', '.join(policy.stores)}"
     )
@@ -95,6 +95,8 @@ def prepare(
         f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
       )
   cache_config = _windowed(model, policy, cache_config, chunk_tokens)
+  if mesh is not None and chosen.on_host:
+    raise ValueError(f"store {store!r} runs on one device so far; leave the mesh out")
   plan = _plan(policy, model.config, cache_config)
   decode_config = chosen.decode_config(cache_config, policy)
   runner = Runner(
@@ -110,6 +112,7 @@ def prepare(
     mesh,
   )
   prefill, decode = _abstract_caches(runner if mesh is None else _part(runner, mesh.shape))
+  host.check_fits(cache_bytes(prefill).host, jax.default_backend())
   return runner._replace(prefill_bytes=cache_bytes(prefill), decode_bytes=cache_bytes(decode))
 
 
@@ -212,7 +215,8 @@ def _on_mesh(step: Callable, takes: tuple[str, ...], gives: Any) -> Callable:
 
 def _empty(runner: Runner) -> KVCache:
   state = runner.policy.register(runner.model.config, runner.prefill_config)[1]
-  return allocate(runner.model.config, runner.prefill_config, runner.plan, state)
+  config, on_host = runner.prefill_config, runner.store.on_host
+  return allocate(runner.model.config, config, runner.plan, state, on_host=on_host)
 
 
 def empty_cache(runner: Runner) -> KVCache:
@@ -274,7 +278,23 @@ def _advance(cache: KVCache, counts, limit: int | None) -> KVCache:
 
 
 def _seal(runner: Runner, cache: KVCache) -> KVCache:
-  return runner.store.seal(cache, runner.policy, runner.decode_config)
+  return runner.store.seal(cache, runner.policy, runner.decode_config, runner.plan)
+
+
+def sealed(runner: Runner, cache: KVCache) -> KVCache:
+  """The cache that decodes, of the one that prefilled, which is donated unless the store drops."""
+  if runner.store.drops:
+    return seal(runner, cache)
+  if runner.store.on_host:
+    # Host pools go round the jitted step: donated arrays are matched with results by shape alone,
+    # and a result on the device may have theirs. The device's own pools end here.
+    rest = cache.replace(host=None, pools=None)
+    return stow(runner, rest, cache.pools).replace(host=cache.host)
+  return cache if runner.policy.settle is None else settle(runner, cache)
+
+
+def _stow(runner: Runner, rest: KVCache, pools) -> KVCache:
+  return _seal(runner, rest.replace(pools=pools))
 
 
 def _first_token(runner, sampling, params, last, key, lengths):
@@ -315,6 +335,10 @@ seal = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0)
 
 settle = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0, donate_argnums=1)
 """`settle(runner, cache) -> cache`: `seal` where the store drops nothing; the cache is donated."""
+
+stow = jax.jit(_stow, static_argnums=0, donate_argnums=1)
+"""`stow(runner, cache, pools) -> cache`: `seal` where pages are on the host; the cache, which is
+given without its pools, is donated."""
 
 first_token = jax.jit(
   _on_mesh(_first_token, ("params", "rows", "rows", "rows"), "rows"), static_argnums=(0, 1)

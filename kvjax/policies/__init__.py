@@ -106,4 +106,4 @@ def _from_file(path: Path) -> Callable[..., Policy]:
   return make
 
 
-__all__ = ["KVPRESS", "POLICIES", "make_policy", "split_spec"]
+__all__ = ["KVPRESS", "POLICIES", "make_policy", "split_spec", "values_of"]

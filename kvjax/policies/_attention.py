@@ -103,3 +103,30 @@ def received_from_ring(ring: jax.Array, inputs: Inputs) -> jax.Array:
   positions = ring_positions(ring, inputs.lengths)
   oldest = jnp.broadcast_to(inputs.first[:, None], positions.shape)
   return attention_received(ring, positions, oldest, inputs)
+
+
+def token_scores(queries, inputs: Inputs, candidates, selector: str) -> jax.Array:
+  """What OmniKV ranks the tokens of a prompt by, the maximum over all heads.
+
+  Args:
+    queries: f[B, K, W, G, D], a ring of the newest ones.
+    inputs: of the layer that they belong to.
+    candidates: bool[B, 1, T].
+    selector: the logits of the newest query ("last") or their softmax over the candidates
+      ("softmax_before_last", W is 1), or the sum of the W queries' softmax, alike ("uniform") or
+      with half the weight for each step back ("exp").
+
+  Returns:
+    f32[B, 1, T].
+  """
+  if selector == "last":
+    q, keys = queries[:, :, 0], inputs.keys()
+    logits = jnp.einsum("bkgd,bktd->bkgt", q, keys, preferred_element_type=jnp.float32)
+    return logits.max(axis=(1, 2))[:, None]
+  own = ring_positions(queries, inputs.lengths)[:, None, :, None]
+  visible = candidates[:, :, None] & (inputs.slot_positions[:, :1, None] <= own)
+  weights = attention_weights(queries, inputs.keys(), visible).max(axis=(1, 3))
+  if selector == "exp":
+    age = inputs.lengths[:, None, None] - 1 - own[:, 0]
+    weights *= jnp.exp2(-age.astype(jnp.float32))
+  return weights.sum(axis=1, keepdims=True)

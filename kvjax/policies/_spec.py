@@ -20,8 +20,8 @@ from typing import Any
 from kvjax.policies._aliases import KVPRESS
 
 
-def split_spec(spec: str) -> tuple[str, dict[str, str]]:
-  """Our name of the policy, and the text of each option.
+def split_spec(spec: str, kind: str = "policy") -> tuple[str, dict[str, str]]:
+  """Our name of the policy (or store, as kind says), and the text of each option.
 
   Raises:
     ValueError: an option without a name or a value, or one that comes twice.
@@ -32,21 +32,24 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     option, equals, text = part.partition("=")
     if not option or not equals or not text:
       raise ValueError(
-        f"policy {spec!r}: {part!r} is no option; write {name}:option=value:option=value"
+        f"{kind} {spec!r}: {part!r} is no option; write {name}:option=value:option=value"
       )
     if option in options:
-      raise ValueError(f"policy {spec!r}: option {option} comes twice; leave one out")
+      raise ValueError(f"{kind} {spec!r}: option {option} comes twice; leave one out")
     options[option] = text
   return KVPRESS.get(name, name), options
 
 
-def values_of(spec: str, texts: Mapping[str, str], make: Callable[..., Any]) -> dict[str, Any]:
+def values_of(
+  spec: str, texts: Mapping[str, str], make: Callable[..., Any], kind: str = "policy"
+) -> dict[str, Any]:
   """What the texts of options stand for: literals of Python, or else the texts themselves.
 
   Args:
     spec: what they come from, for errors.
     texts: by option.
     make: the function whose options they are; its annotations say what a value may be.
+    kind: of what they are options, for errors.
 
   Raises:
     ValueError: a value that its option cannot take.
@@ -56,8 +59,8 @@ def values_of(spec: str, texts: Mapping[str, str], make: Callable[..., Any]) -> 
     hint = hints.get(option, Any)
     fitting = [value for value in (_literal(text), text) if _fits(value, hint)]
     if not fitting:
-      kind = inspect.formatannotation(hint)
-      raise ValueError(f"policy {spec!r}: option {option} is {text!r}, expected {kind}")
+      wanted = inspect.formatannotation(hint)
+      raise ValueError(f"{kind} {spec!r}: option {option} is {text!r}, expected {wanted}")
     values[option] = fitting[0]
   return values
 

@@ -23,6 +23,7 @@ from kvjax.policies import _lists as lists
 from kvjax.policies import _pages as pages
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import Listed
+from kvjax.policies._stores import recalling
 from kvjax.types import SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -88,7 +89,7 @@ def flexicache(
   return Policy(
     name="flexicache",
     budget_tokens=budget_tokens,
-    stores=("resident",),
+    stores=recalling(),
     register=register,
     preprocess=preprocess,
     select=select,

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _partial_keys, _profile, _tokens
 from kvjax.policies._partial_keys import PartialKeys, skew_of
+from kvjax.policies._stores import recalling
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -121,13 +122,18 @@ def infinigen(
     is_last = inputs.row + 1 == len(state.partial)
     return selection, state if is_last else look_ahead(state, inputs)
 
+  def ahead(state: _State, row: int) -> Selection | None:
+    del row
+    return None if state.ahead is None else _tokens.select_tokens(*state.ahead, page_size)
+
   return Policy(
     name="infinigen",
     budget_tokens=budget_tokens,
-    stores=("resident",),
+    stores=recalling(group),
     register=register,
     preprocess=preprocess,
     select=select,
+    ahead=ahead,
     page_size=page_size,
     joins_heads=True,
   )

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _attention, _pages, _profile, _tokens
+from kvjax.policies._stores import recalling
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 SELECTORS = ("last", "softmax_before_last", "uniform", "exp")
@@ -31,7 +32,7 @@ class _State(flax.struct.PyTreeNode):
 
   prompt: jax.Array
   rings: dict[int, jax.Array]
-  lazy_layers: int = flax.struct.field(pytree_node=False)
+  shared: tuple[int, ...] = flax.struct.field(pytree_node=False)
   chosen: tuple[jax.Array, jax.Array] | None = None
 
 
@@ -79,7 +80,7 @@ def omnikv(
     b, k = cache.batch_size, model.num_kv_heads
     shape = (b, k, max(kept, 1), model.group_size, model.head_dim)
     rings = {layer: _attention.empty_ring(*shape, cache.dtype) for layer in plan.watched}
-    return plan, _State(jnp.zeros(b, jnp.int32), rings, len(plan.select_layers))
+    return plan, _State(jnp.zeros(b, jnp.int32), rings, plan.shared)
 
   def preprocess(state: _State, inputs: Inputs) -> _State:
     if inputs.row >= 0:  # a lazy layer
@@ -96,7 +97,7 @@ def omnikv(
     seen = _tokens.tokens_seen(positions, inputs)
     forced = _tokens.newest_generated(positions, state.prompt, inputs, budget_tokens)
     forced |= (positions >= prompt - kept) & (positions < prompt)
-    scores = _scores(queries, inputs, seen & ~forced, selector)
+    scores = _attention.token_scores(queries, inputs, seen & ~forced, selector)
     places, chosen = _tokens.best_tokens(scores, forced, seen, budget_tokens)
     best = jnp.take_along_axis(positions, places, axis=-1), chosen
     lists = (*inputs.slot_positions.shape[:2], chosen.shape[-1])
@@ -105,16 +106,22 @@ def omnikv(
   def select(state: _State, inputs: Inputs) -> tuple[Selection, _State]:
     assert state.chosen is not None
     selection = _tokens.select_tokens(*state.chosen, page_size)
-    is_last = inputs.row + 1 == state.lazy_layers
+    later = state.shared[inputs.row + 1 : inputs.row + 2]
+    is_last = later != state.shared[inputs.row : inputs.row + 1]  # before the next filter layer
     return selection, state.replace(chosen=None) if is_last else state
+
+  def ahead(state: _State, row: int) -> Selection | None:
+    del row
+    return None if state.chosen is None else _tokens.select_tokens(*state.chosen, page_size)
 
   return Policy(
     name="omnikv",
     budget_tokens=budget_tokens,
-    stores=("resident",),
+    stores=recalling(),
     register=register,
     preprocess=preprocess,
     select=select,
+    ahead=ahead,
     page_size=page_size,
     joins_heads=True,
   )
@@ -132,19 +139,5 @@ def _plan(model: ModelConfig, filters: tuple[int, ...] | None, wait_layers: int)
   roles = tuple(SELECT if distance > wait_layers else DENSE for distance in since)
   ends = (*filters[1:], depth)
   watched = tuple(f for f, end in zip(filters, ends, strict=True) if SELECT in roles[f:end])
-  return LayerPlan(roles, watched)
-
-
-def _scores(queries, inputs: Inputs, candidates, selector: str) -> jax.Array:
-  """f32[B, 1, T] of queries f[B, K, W, G, D]; candidates bool[B, 1, T]."""
-  if selector == "last":
-    q, keys = queries[:, :, 0], inputs.keys()
-    logits = jnp.einsum("bkgd,bktd->bkgt", q, keys, preferred_element_type=jnp.float32)
-    return logits.max(axis=(1, 2))[:, None]
-  own = _attention.ring_positions(queries, inputs.lengths)[:, None, :, None]
-  visible = candidates[:, :, None] & (inputs.slot_positions[:, :1, None] <= own)
-  weights = _attention.attention_weights(queries, inputs.keys(), visible).max(axis=(1, 3))
-  if selector == "exp":
-    age = inputs.lengths[:, None, None] - 1 - own[:, 0]
-    weights *= jnp.exp2(-age.astype(jnp.float32))
-  return weights.sum(axis=1, keepdims=True)
+  choosers = [max(f for f in filters if f <= layer) for layer in layers if roles[layer] == SELECT]
+  return LayerPlan(roles, watched, shared=tuple(map(choosers.index, choosers)))

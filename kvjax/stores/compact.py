@@ -18,7 +18,7 @@ from kvjax.cache.kv_cache import OVERFLOW, KVCache
 from kvjax.cache.paged import Pools, append_token
 from kvjax.config import CacheConfig
 from kvjax.stores import resident
-from kvjax.types import Policy, Recalled, Selection, Store
+from kvjax.types import LayerPlan, Policy, Recalled, Selection, Store
 
 FREE, NO_SLOT = -1, -2  # in the place of a position
 
@@ -74,10 +74,14 @@ def recall(
     remembered, slots.reshape(*slots.shape[:2], -1), axis=2, mode="clip"
   ).reshape(slots.shape)
   pages = resident.page_ids(cache.table[row], ticket.pages)
-  return Recalled(pages, ticket.mask & (positions >= 0), positions, ticket.slots), cache
+  return Recalled(
+    cache.pools, pages, ticket.mask & (positions >= 0), positions, ticket.slots
+  ), cache
 
 
-def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
+def seal(
+  cache: KVCache, policy: Policy, cache_config: CacheConfig, layer_plan: LayerPlan
+) -> KVCache:
   """The small cache of what policy.keep names after prefill.
 
   Args:
@@ -85,6 +89,7 @@ def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
     policy: decides what is kept, and how much at most.
     cache_config: of the small cache, from `decode_config`.
   """
+  del layer_plan
   assert policy.keep is not None
   rows, b, _, _ = cache.table.shape
   state, layers = cache.policy_state, []
@@ -148,11 +153,13 @@ def _table(owned: tuple[np.ndarray, ...], b: int, num_pages: int) -> jax.Array:
 COMPACT = Store(
   name="compact",
   drops=True,
+  on_host=False,
   decode_config=decode_config,
   slot_positions=slot_positions,
   place=place,
   append=append,
   fetch=resident.fetch,
   recall=recall,
+  release=resident.release,
   seal=seal,
 )

@@ -10,14 +10,19 @@ import jax.numpy as jnp
 from kvjax.cache.kv_cache import KVCache
 from kvjax.cache.paged import append_token, keys_of
 from kvjax.config import CacheConfig
-from kvjax.types import Inputs, Policy, Recalled, Selection, Store
+from kvjax.types import Inputs, LayerPlan, Policy, Recalled, Selection, Store
 
 
 def slot_positions(cache: KVCache, row: int, lengths: jax.Array) -> jax.Array:
   """A slot is the position of its token: i32[B, K, T]."""
   del row
-  b, k, p = cache.table.shape[1:]
-  slots = jnp.arange(p * cache.pools.page_size)
+  return positions_of(cache.table.shape[1:], cache.pools.page_size, lengths)
+
+
+def positions_of(table_shape: tuple[int, int, int], page_size: int, lengths) -> jax.Array:
+  """i32[B, K, T] of a table [B, K, P] in which a slot is the position of its token."""
+  b, k, p = table_shape
+  slots = jnp.arange(p * page_size)
   positions = jnp.where(slots[None] < lengths[:, None], slots[None], -1)
   return jnp.broadcast_to(positions[:, None], (b, k, slots.shape[0]))
 
@@ -35,9 +40,11 @@ def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:
   return cache.replace(pools=append_token(cache.pools, cache.table[row], slots, k, v))
 
 
-def fetch(cache: KVCache, row: int, selection: Selection) -> tuple[Selection, KVCache]:
+def fetch(
+  cache: KVCache, row: int, selection: Selection, lengths: jax.Array
+) -> tuple[Selection, KVCache]:
   """Nothing has to move; the ticket is the selection."""
-  del row
+  del row, lengths
   return selection, cache
 
 
@@ -47,7 +54,14 @@ def recall(
   """Page ids out of the table, and the mask cut to the slots that hold a token."""
   positions = slots_of(ticket, cache.pools.page_size)
   mask = ticket.mask & (positions < lengths[:, None, None, None])
-  return Recalled(page_ids(cache.table[row], ticket.pages), mask, positions, ticket.slots), cache
+  pages = page_ids(cache.table[row], ticket.pages)
+  return Recalled(cache.pools, pages, mask, positions, ticket.slots), cache
+
+
+def release(cache: KVCache, row: int, out: jax.Array) -> tuple[jax.Array, KVCache]:
+  """Nothing to do."""
+  del row
+  return out, cache
 
 
 def slots_of(selection: Selection, page_size: int) -> jax.Array:
@@ -63,8 +77,11 @@ def page_ids(table: jax.Array, pages: jax.Array) -> jax.Array:
   return jnp.take_along_axis(table, pages, axis=-1, mode="clip")
 
 
-def seal(cache: KVCache, policy: Policy, cache_config: CacheConfig) -> KVCache:
+def seal(
+  cache: KVCache, policy: Policy, cache_config: CacheConfig, layer_plan: LayerPlan
+) -> KVCache:
   """The same cache, after the policy has settled each of its selecting layers."""
+  del layer_plan
   if policy.settle is None:
     return cache
   state = cache.policy_state
@@ -88,11 +105,13 @@ def after_prefill(cache: KVCache, row: int, cache_config: CacheConfig) -> Inputs
 RESIDENT = Store(
   name="resident",
   drops=False,
+  on_host=False,
   decode_config=lambda cache_config, policy: cache_config,
   slot_positions=slot_positions,
   place=place,
   append=append,
   fetch=fetch,
   recall=recall,
+  release=release,
   seal=seal,
 )

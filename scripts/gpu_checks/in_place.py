@@ -41,6 +41,7 @@ def check(shape, write: Callable[..., Pools], on_host: bool):
   before, pool_bytes = [_address(pool) for pool in pools], pools[0].nbytes
   compiled = jax.jit(write, donate_argnums=0).lower(pools, others, made).compile()
   memory = compiled.memory_analysis()
+  assert memory is not None, "this backend tells no bytes"
   temporary = memory.temp_size_in_bytes + memory.host_temp_size_in_bytes
   pools = compiled(pools, others, made)
   after = [_address(pool) for pool in pools]

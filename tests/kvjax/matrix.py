@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import POLICIES, STORES, CacheConfig, KVCache, ModelConfig, Runner, make_policy, prepare
+from kvjax import POLICIES, CacheConfig, KVCache, ModelConfig, Runner, make_policy, prepare
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
 from kvjax.types import Model
@@ -104,16 +104,28 @@ class Entry(NamedTuple):
 THOROUGH = ("dense", "quest", "streaming")
 
 
+# Stores with a host tier, and the policies that hold all laws on them, in one setting; those of the
+# others that run there give the same tokens as on the device: test_host_stores.py. Only a strict
+# op_block attends to nothing but the selection, which the laws are about.
+HOST = {
+  "whole_page": (("quest", "harsh"), ("infinigen", "harsh"), ("omnikv", "harsh")),
+  "prefetch_all": (("infinigen", "harsh"),),
+  "op_block:strict=True": (("flexicache", "harsh"), ("infinigen", "gentle"), ("omnikv", "harsh")),
+  "token_slots:strict=True": (("infinigen", "gentle"), ("omnikv", "harsh")),
+}
+
+
 def entries() -> list[Entry]:
   """Every policy that is registered, on every store that it allows; both settings if thorough."""
-  return [
+  on_device = [
     Entry(name, setting, store)
     for name in POLICIES
     for setting in SETTINGS.get(name, {})
-    for store in STORES
+    for store in ("resident", "compact")
     if store in make_policy(name, **SETTINGS[name][setting]).stores
     and (name in THOROUGH or setting == "harsh")
   ]
+  return on_device + [Entry(*pair, store) for store, pairs in HOST.items() for pair in pairs]
 
 
 class Shape(NamedTuple):
@@ -138,7 +150,7 @@ SHAPES = (
 
 def shapes_of(entry: Entry) -> tuple[Shape, ...]:
   """Shapes of the laws that need few runs."""
-  if entry.policy not in THOROUGH:
+  if entry.policy not in THOROUGH or entry.store in HOST:
     return SHAPES[0], SHAPES[-1]  # OPT neither rotates nor groups heads, and has biases as Qwen2
   return SHAPES if entry.setting == "harsh" else SHAPES[:1]
 
@@ -274,7 +286,8 @@ def _positions(runner: Runner, recalled, total: int) -> np.ndarray:
 
 def paged_keys(state: KVCache, row: int) -> jax.Array:
   """f[B, K, P, C, D], what the pages of a selecting layer hold."""
-  return state.pools.keys[state.table[row]]
+  pools = state.pools or jax.device_put(state.host, jax.memory.Space.Device)
+  return pools.keys[state.table[row]]
 
 
 def padded(rows: Sequence[Sequence[int]]) -> jnp.ndarray:

@@ -15,6 +15,8 @@ import pytest
 from kvjax import POLICIES, STORES, generate, selected_pages
 from kvjax.engine import steps
 from kvjax.engine.generate import check_overflow, prefill
+from kvjax.opkv.op_block import OpBlockState
+from kvjax.opkv.token_slots import SlotState
 from kvjax.policies._attention import ring_positions
 from kvjax.policies._kept import WithNewest
 from tests.kvjax import masked, matrix
@@ -55,7 +57,7 @@ def test_the_matrix_covers_every_policy_and_store():
   assert set(matrix.SETTINGS) == set(POLICIES), "give every policy its two settings in matrix.py"
   for name, settings in matrix.SETTINGS.items():
     assert set(settings) == ({"gentle", "harsh"} if settings["harsh"] else {"harsh"}), name
-  assert {entry.store for entry in ENTRIES} == set(STORES)
+  assert {entry.store.partition(":")[0] for entry in ENTRIES} == set(STORES)
   assert {shape.group for shape in SHAPES} == {1, 2, 4, 8}
 
 
@@ -140,6 +142,8 @@ def test_selected_pages_names_what_the_next_step_attends_to(entry):
       inside = set(places[b, head // group][pages[pages >= 0]].ravel().tolist())
       assert set(positions[b, head][mask[b, head]].tolist()) <= inside
       used = mask[b, head].any(axis=-1).sum()
+      if entry.store.startswith(("op_block", "token_slots")) and entry.policy != "flexicache":
+        used = mask[b, head].sum()  # single tokens were named, which lie together here
       assert (pages >= 0).sum() == used, f"{(pages >= 0).sum()} pages named, {used} used"
 
 
@@ -243,7 +247,7 @@ def _poison(runner, cache, value):
     for layer in cache.contiguous
   )
   pools = cache.pools
-  for row in range(len(runner.plan.select_layers)):
+  for row in range(len(runner.plan.select_layers) if pools else 0):
     unused = runner.store.slot_positions(cache, row, lengths) < 0
     unused = unused.reshape(*unused.shape[:2], -1, PAGE)
     pages = cache.table[row][..., : unused.shape[2]]  # a layer may have fewer than the table has
@@ -290,7 +294,33 @@ def _poison(runner, cache, value):
     # tova keeps one position, which a full row alone looks at; clusterkv, from its first decode
     # step on, labels and centroids that are all finite
     assert not jax.tree.leaves(state), "say here what of this policy's state is unused"
-  return cache.replace(contiguous=contiguous, pools=pools, policy_state=state)
+  cache = cache.replace(contiguous=contiguous, pools=pools, policy_state=state)
+  return _poison_recalled(cache, value) if runner.store.on_host else cache
+
+
+def _poison_recalled(cache, value):
+  """Of a store with a host tier: what no later step may read."""
+  state = cache.store_state
+  if not isinstance(state, OpBlockState | SlotState):  # whole pages come anew at every step
+    return cache.replace(store_state=state.replace(areas=_filled(state.areas, value)))
+  started = jnp.arange(PAGE)[None] < cache.lengths[:, None] % PAGE  # slots of the newest page
+  ordered, pools = jnp.repeat(started, cache.table.shape[2], axis=0), []
+  for group, pool in zip(state.group, state.pools, strict=True):
+    if isinstance(state, SlotState):
+      slots = state.slots[group].tokens >= 0
+      used = jnp.concatenate([slots, ordered], axis=1).reshape(-1, PAGE)
+    else:
+      used = jnp.concatenate([state.blocks[group].tokens >= 0, ordered])
+    pools.append(jax.tree.map(lambda x, used=used: jnp.where(used[..., None], x, value), pool))
+  return cache.replace(store_state=state.replace(pools=tuple(pools)))
+
+
+def _full_on_host(value, x):
+  return jax.lax.broadcast(jax.device_put(jnp.float32(value), jax.memory.Space.Host), x.shape)
+
+
+def _filled(tree, value):
+  return jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, tree)
 
 
 @every_entry
@@ -300,7 +330,8 @@ def test_poison_in_unused_slots_changes_nothing(entry, value, monkeypatch):
 
   def poisoned(runner):
     cache = empty_cache(runner)
-    return jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, cache)
+    on_host = jax.jit(partial(jax.tree.map, partial(_full_on_host, value)))(cache.host)
+    return _filled(cache.replace(host=None), value).replace(host=on_host)
 
   monkeypatch.setattr(steps, "empty_cache", poisoned)
   between = partial(_poison, runner, value=np.float32(value))
@@ -321,9 +352,10 @@ def test_every_page_has_one_owner(entry):
   np.testing.assert_array_equal(cache.lengths, np.array(LENGTHS) + NUM_STEPS)
   assert not np.asarray(cache.overflow).any()
   if cache.table is not None:
+    num_pages = (cache.pools or cache.host).num_pages
     owned = np.sort(np.asarray(cache.table).ravel())
-    owned = owned[owned < cache.pools.num_pages]  # places beyond a layer's own pages
-    np.testing.assert_array_equal(owned, np.arange(cache.pools.num_pages))
+    owned = owned[owned < num_pages]  # places beyond a layer's own pages
+    np.testing.assert_array_equal(owned, np.arange(num_pages))
 
 
 # A cache that drops and still has to be full: the engine marks its rows, whatever the policy, but

@@ -1,0 +1,216 @@
+"""OPKV's store: single tokens come back from the host, in blocks of what was selected together.
+
+Every page lies in host memory. The device holds a pool of OP blocks for each selecting layer, which
+later steps use again since what is selected changes slowly, and for each list (row and KV head) one
+ordered page with the newest tokens. What a step copies and reads is planned by
+`sub_block_manager.plan`. Layers that select the same tokens (`LayerPlan.shared`) share the plan and
+its metadata.
+
+Departures from the paper. Tokens are written through to the host when they are made, not when their
+page is full: the bytes are the same. The pool of a layer is an array of its own, so that the copies
+for the next layer need not wait for the attention of this one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.kv_cache import TOO_SMALL, KVCache
+from kvjax.cache.paged import Pools
+from kvjax.config import CacheConfig
+from kvjax.opkv.blocks import Blocks, no_blocks
+from kvjax.opkv.recalling import (
+  append_newest,
+  copy_tokens,
+  groups,
+  is_last,
+  newest_pages,
+  ordered_page,
+  replaced,
+  selected_tokens,
+)
+from kvjax.opkv.retrieval import least_tokens
+from kvjax.opkv.sub_block_manager import Plan, Settings, checked, plan
+from kvjax.stores import resident
+from kvjax.stores.traffic import Traffic, add, no_traffic
+from kvjax.types import LayerPlan, Policy, Recalled, Selection, Store
+
+
+class OpBlockState(flax.struct.PyTreeNode):
+  """What the store keeps on the device.
+
+  Attributes:
+    blocks: metadata of the pools, one for layers that share it.
+    pools: f[n + X, C, D] of each selecting layer: n OP blocks, then the ordered page of each list.
+    traffic: what was moved.
+    plan: within a step, of the layers that are being served; None between steps.
+    group: of each selecting layer, which metadata it has.
+    settings: of the plans.
+  """
+
+  blocks: tuple[Blocks, ...]
+  pools: tuple[Pools, ...]
+  traffic: Traffic
+  plan: Plan | None
+  group: tuple[int, ...] = flax.struct.field(pytree_node=False)
+  settings: Settings = flax.struct.field(pytree_node=False)
+
+
+class Ticket(NamedTuple):
+  """What a layer will read.
+
+  Attributes:
+    pages: i32[X, M + 1], rows of the layer's pool; the last is the ordered page.
+    mask: bool[X, M + 1, C].
+    positions: i32[X, M + 1, C].
+  """
+
+  pages: jax.Array
+  mask: jax.Array
+  positions: jax.Array
+
+
+def op_block(
+  *,
+  rho: float = 0.6,
+  recheck: bool = True,
+  strict: bool = False,
+  filling: str = "aggregate",
+  reuse: bool = True,
+  eviction: str = "s3fifo",
+  slack: float = 1.2,
+) -> Store:
+  """OPKV's store.
+
+  Args:
+    rho: share of a block's slots that must be selected for it to serve again, in (0, 1].
+    recheck: a token counts towards one block only.
+    strict: nothing is visible but what the policy selected; else what else a block holds is too.
+    filling: how missing tokens find a slot: "aggregate", the paper's; "by_page", its ablation;
+      "refill", ours: they take the slots of tokens that are no longer selected.
+    reuse: False for the ablation that uses no block twice.
+    eviction: "fifo", "lru" or "s3fifo".
+    slack: OP blocks of the pool over those that the policy's budget fills, at least 1.
+
+  Raises:
+    ValueError: an argument outside these ranges.
+  """
+  if slack < 1:
+    raise ValueError(f"slack {slack} must be at least 1: a selection must fit the pool")
+  settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse)
+  checked(settings)
+  return Store(
+    name="op_block",
+    drops=False,
+    on_host=True,
+    decode_config=lambda cache_config, policy: cache_config,
+    slot_positions=lambda cache, row, lengths: resident.positions_of(
+      cache.table.shape[1:], cache.host.page_size, lengths
+    ),
+    place=resident.place,
+    append=append,
+    fetch=fetch,
+    recall=recall,
+    release=resident.release,
+    seal=partial(seal, settings=settings, slack=slack),
+  )
+
+
+def seal(
+  cache: KVCache,
+  policy: Policy,
+  cache_config: CacheConfig,
+  layer_plan: LayerPlan,
+  *,
+  settings: Settings,
+  slack: float,
+) -> KVCache:
+  """The cache with its pages on the host only; no OP blocks yet, the newest page of each list."""
+  cache = resident.seal(cache, policy, cache_config, layer_plan)
+  rows, b, heads, p = cache.table.shape
+  _, c, d = cache.pools.keys.shape
+  lists, budget = b * heads, min(policy.budget_tokens or p * c, p * c)
+  least = 1 if settings.filling == "refill" else least_tokens(settings.rho, c)
+  most = -(-budget // c)
+  n = max(lists * most, int(slack * lists * most))
+  width = min(n, max(most, -(-budget // least)))
+  if settings.filling == "by_page":  # each selected token may be in a page of its own
+    width = min(budget, p)
+    n = max(n, lists * width)
+  settings = settings._replace(width=width, heads=heads)
+  group = groups(layer_plan, rows)
+
+  def before(newest):
+    return jnp.concatenate([jnp.zeros((n, c, d), newest.dtype), newest])
+
+  pools = tuple(Pools(*map(before, newest_pages(cache, row))) for row in range(rows))
+  blocks = tuple(no_blocks(n, c, settings.order, lists, p * c) for _ in {*group})
+  state = OpBlockState(blocks, pools, no_traffic(b), None, group, settings)
+  return cache.replace(pools=None, store_state=state)
+
+
+def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:
+  """Writes one token a row to the host and to the ordered page of each list."""
+  state = cache.store_state
+  n = state.blocks[0].owner.shape[0]
+  pages = n + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
+  pools, cache = append_newest(cache, row, state.pools[row], pages, k, v, positions, slots)
+  return cache.replace(store_state=state.replace(pools=replaced(state.pools, row, pools)))
+
+
+def fetch(
+  cache: KVCache, row: int, selection: Selection, lengths: jax.Array
+) -> tuple[Ticket, KVCache]:
+  """Copies what is missing of a selection into OP blocks."""
+  state, group = cache.store_state, cache.store_state.group[row]
+  b, heads = cache.table.shape[1:3]
+  newest = ordered_page(cache, lengths)[0]
+  selected = selected_tokens(cache, selection, lengths)
+  if state.plan is None:
+    step = plan(state.blocks[group], selected, state.settings, newest)
+    small = jnp.where(step.too_small, TOO_SMALL, 0).astype(jnp.uint32)
+    cache = cache.replace(overflow=cache.overflow | small)
+    state = state.replace(blocks=replaced(state.blocks, group, step.blocks), plan=step)
+  step = state.plan
+  moves = step.source, step.target, step.count
+  pools, cache = copy_tokens(cache, row, state.pools[row], *moves)
+  traffic = add(
+    state.traffic,
+    selected=selected.sum(axis=1).reshape(b, heads),
+    moved=step.moved.reshape(b, heads),
+    resident=selected.sum(axis=1).reshape(b, heads) - step.moved.reshape(b, heads),
+    pages_used=(step.hits + step.new).reshape(b, heads),
+    pages_hit=step.hits.reshape(b, heads),
+  )
+  state = state.replace(
+    pools=replaced(state.pools, row, pools),
+    traffic=traffic,
+    plan=None if is_last(state.group, row) else step,
+  )
+  ticket = _ticket(step, selected, ordered_page(cache, lengths), state.settings.strict)
+  return ticket, cache.replace(store_state=state)
+
+
+def recall(
+  cache: KVCache, row: int, ticket: Ticket, lengths: jax.Array
+) -> tuple[Recalled, KVCache]:
+  """The blocks of each list and its ordered page."""
+  b = lengths.shape[0]
+  pages, mask, positions = (x.reshape(b, -1, *x.shape[1:]) for x in ticket)
+  return Recalled(cache.store_state.pools[row], pages, mask, positions), cache
+
+
+def _ticket(step: Plan, selected, ordered, strict: bool) -> Ticket:
+  n, lists = step.blocks.owner.shape[0], selected.shape[0]
+  _, within, there = ordered
+  if strict:
+    there &= jnp.take_along_axis(selected, within, axis=1, mode="clip")
+  pages = jnp.concatenate([step.attended, n + jnp.arange(lists)[:, None]], axis=1)
+  mask = jnp.concatenate([step.mask, there[:, None]], axis=1)
+  positions = step.blocks.tokens.at[step.attended].get(mode="clip")
+  return Ticket(pages, mask, jnp.concatenate([positions, within[:, None]], axis=1))
