@@ -1,0 +1,73 @@
+"""Pictures of an item: panels side by side, with lines or bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from eval.plots import MARKERS, save, wrapped
+
+
+class Panel(NamedTuple):
+  """What one panel shows.
+
+  Attributes:
+    x: name of the axis to the right.
+    y: name of the axis upwards.
+    lines: label -> (xs, ys). Where xs are words the panel has bars, the same words for each label.
+    paper: the paper's number, a dotted line; None for none.
+  """
+
+  x: str
+  y: str
+  lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]
+  paper: float | None = None
+
+
+def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
+  """Writes a PNG."""
+  words = [len(xs) for panel in panels if _has_bars(panel) for xs, _ in panel.lines.values()]
+  width = max(5.2, 0.95 * max(words, default=0))
+  figure = Figure(figsize=(width * len(panels), 4.4), layout="constrained")
+  columns = figure.subplots(1, len(panels), squeeze=False)[0]
+  for axes, panel in zip(columns, panels, strict=True):
+    (_bars if _has_bars(panel) else _lines)(axes, panel)
+    if panel.paper is not None:
+      axes.axhline(panel.paper, color="black", linestyle=":", linewidth=1, label="the paper")
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+  figure.suptitle(title.replace("$", r"\$"), fontsize=9, x=0.01, horizontalalignment="left")
+  save(figure, path)
+
+
+def _has_bars(panel: Panel) -> bool:
+  return any(isinstance(x, str) for xs, _ in panel.lines.values() for x in xs)
+
+
+def _lines(axes: Axes, panel: Panel) -> None:
+  """Hollow marks, as many points lie on each other."""
+  for place, (label, (xs, ys)) in enumerate(panel.lines.items()):
+    marker = MARKERS[place % len(MARKERS)]
+    style = {"markersize": 5, "fillstyle": "none", "linewidth": 1}
+    axes.plot(xs, ys, marker=marker, label=wrapped(label), **style)
+  if all(isinstance(x, int) for xs, _ in panel.lines.values() for x in xs):
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _bars(axes: Axes, panel: Panel) -> None:
+  width = 0.8 / len(panel.lines)
+  words: Sequence[float] | Sequence[str] = ()
+  for place, (label, (words, heights)) in enumerate(panel.lines.items()):
+    at = [group + (place - (len(panel.lines) - 1) / 2) * width for group in range(len(words))]
+    bars = axes.bar(at, heights, width, label=wrapped(label))
+    axes.bar_label(bars, fmt="%.2f", fontsize=7)
+  names = [wrapped(str(word), 15) for word in words]
+  axes.set_xticks(range(len(names)), names, fontsize=7)
