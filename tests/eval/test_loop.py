@@ -115,3 +115,20 @@ def test_times_of_a_batch_count_once():
   assert speeds["ttft_s_p50"] == 2.0 and speeds["tpot_s_p50"] == 0.5
   assert speeds["decode_tokens_per_s"] == (2 + 1 + 1) / 2.0
   assert harness.speeds([_prediction("0", None, [], 0, True)]) == {}
+
+
+def test_rows_say_what_came_back_from_the_host(loaded, alone):
+  """The same answers, and the bytes of a batch counted once, though each of its lines has them."""
+  policy = make_policy("quest", budget_tokens=16, dense_layers=0)
+  made = loop.make(loaded, [(policy, "whole_page")], questions.examples(), batch_size=2)
+  answers, rows = _measured(made)
+  said = {one["id"]: one["pred"] for one in answers.values()}
+  assert said == {one["id"]: one["pred"] for one in alone[0].values() if one["policy"] == "quest"}
+  for row in rows:
+    batches = {one["batch"]: one for one in answers.values() if one["task"] == row["task"]}
+    steps = sum(len(one["step_s"]) for one in batches.values())
+    moved = sum(one["recall"]["moved_bytes"] for one in batches.values())
+    assert row["recall_bytes_per_step"] == moved / steps > 0
+    assert row["page_hit_ratio"] == row["token_hit_ratio"] == 0  # nothing is used again
+    assert row["host_kv_bytes"] == made.runners[0].decode_bytes.host > 0
+  assert all(row["recall_bytes_per_step"] is None for row in alone[1])
