@@ -290,6 +290,22 @@ def paged_keys(state: KVCache, row: int) -> jax.Array:
   return pools.keys[state.table[row]]
 
 
+def filled(tree, value):
+  """The same arrays with value in place of every number."""
+  return jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, tree)
+
+
+def filled_cache(cache: KVCache, value) -> KVCache:
+  """The cache with value everywhere, host pools included, which stay where they are."""
+
+  @jax.jit
+  def full_on_host(pools):
+    number = jax.device_put(jnp.float32(value), jax.memory.Space.Host)
+    return jax.tree.map(lambda pool: jax.lax.broadcast(number, pool.shape), pools)
+
+  return filled(cache.replace(host=None), value).replace(host=full_on_host(cache.host))
+
+
 def padded(rows: Sequence[Sequence[int]]) -> jnp.ndarray:
   """i32[B, longest], zeros after the end of a row."""
   out = np.zeros((len(rows), max(map(len, rows))), np.int32)

@@ -93,7 +93,7 @@ ALONE = {
     (2, 4) if _splits_heads(entry) else (4, 1), entry, llama, compiled=entry in FIRST
   )
   for entry in matrix.entries()
-  if entry.setting == "harsh" and entry.policy in SHARDED
+  if entry.setting == "harsh" and entry.policy in SHARDED and entry.store not in matrix.HOST
 }
 ALONE |= {f"opt-{entry}": Case((2, 4), entry, opt, WARM) for entry in (QUEST, COMPACT)}
 ALONE |= {

@@ -302,7 +302,7 @@ def _poison_recalled(cache, value):
   """Of a store with a host tier: what no later step may read."""
   state = cache.store_state
   if not isinstance(state, OpBlockState | SlotState):  # whole pages come anew at every step
-    return cache.replace(store_state=state.replace(areas=_filled(state.areas, value)))
+    return cache.replace(store_state=state.replace(areas=matrix.filled(state.areas, value)))
   started = jnp.arange(PAGE)[None] < cache.lengths[:, None] % PAGE  # slots of the newest page
   ordered, pools = jnp.repeat(started, cache.table.shape[2], axis=0), []
   for group, pool in zip(state.group, state.pools, strict=True):
@@ -315,23 +315,13 @@ def _poison_recalled(cache, value):
   return cache.replace(store_state=state.replace(pools=tuple(pools)))
 
 
-def _full_on_host(value, x):
-  return jax.lax.broadcast(jax.device_put(jnp.float32(value), jax.memory.Space.Host), x.shape)
-
-
-def _filled(tree, value):
-  return jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, tree)
-
-
 @every_entry
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 def test_poison_in_unused_slots_changes_nothing(entry, value, monkeypatch):
   runner, empty_cache = matrix.runner_of(entry, SHAPE), steps.empty_cache
 
   def poisoned(runner):
-    cache = empty_cache(runner)
-    on_host = jax.jit(partial(jax.tree.map, partial(_full_on_host, value)))(cache.host)
-    return _filled(cache.replace(host=None), value).replace(host=on_host)
+    return matrix.filled_cache(empty_cache(runner), value)
 
   monkeypatch.setattr(steps, "empty_cache", poisoned)
   between = partial(_poison, runner, value=np.float32(value))

@@ -148,8 +148,7 @@ def test_what_has_left_the_window_may_be_anything(entry, value, monkeypatch):
   runner, empty_cache = runner_of(entry), steps.empty_cache
 
   def poisoned(runner):
-    cache = empty_cache(runner)
-    return jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, cache)
+    return matrix.filled_cache(empty_cache(runner), value)
 
   monkeypatch.setattr(steps, "empty_cache", poisoned)
   between = jax.jit(partial(poison_out_of_sight, runner, value))
