@@ -48,12 +48,12 @@ def totals(cache: Any) -> dict[str, int] | None:
   """What a batch has moved so far, as plain numbers; None for a store without a host tier.
 
   Args:
-    cache: `KVCache` after decode steps.
+    cache: `KVCache` after decode steps; None if it was not kept.
 
   Returns:
     The fields of `Traffic` over all rows, and `moved_bytes`.
   """
-  if cache.host is None:
+  if cache is None or cache.host is None:
     return None
   counts = {name: int(np.sum(x)) for name, x in cache.store_state.traffic._asdict().items()}
   token = sum(pool.shape[2] * pool.dtype.itemsize for pool in cache.host)  # K and V of one head

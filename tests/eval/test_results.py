@@ -36,13 +36,13 @@ def test_percentiles():
 def test_byte_fields():
   size = types.SimpleNamespace
   runner = size(
-    decode_bytes=size(keys_values=10, tables=2, metadata=3),
-    prefill_bytes=size(keys_values=70, tables=4, metadata=5),
+    decode_bytes=size(keys_values=10, tables=2, metadata=3, host=60),
+    prefill_bytes=size(keys_values=70, tables=4, metadata=5, host=60),
   )
   assert results.byte_fields(runner) == {
     "device_kv_bytes": 10,
     "peak_kv_bytes": 70,
-    "host_kv_bytes": 0,
+    "host_kv_bytes": 60,
     "metadata_bytes": 5,
   }
 
