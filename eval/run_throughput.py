@@ -36,14 +36,12 @@ from eval.results import (
   Row,
   append_row,
   check_new_run,
-  device_kind,
   human_bytes,
-  kernels,
   make_manifest,
-  make_row,
   percentiles,
   recall_fields,
   run_folder,
+  runner_row,
   table,
 )
 from kvjax import CacheConfig, KVCache, Runner, Sampling, generate, make_policy, prepare
@@ -343,22 +341,7 @@ def _recall_fields(samples: Samples) -> Row:
 
 def _plan_row(loaded: Loaded, runner: Runner, prompt_tokens: int) -> Row:
   """What is known of a row before anything is allocated."""
-  return make_row(
-    model=loaded.name,
-    policy=runner.policy.name,
-    store=runner.store.name,
-    budget_tokens=runner.policy.asked_tokens,
-    page_size=runner.prefill_config.page_size,
-    batch_size=runner.prefill_config.batch_size,
-    device=device_kind(),
-    kernels=kernels(runner),
-    prompt_tokens=prompt_tokens,
-    device_kv_bytes=runner.decode_bytes.total,
-    peak_kv_bytes=runner.prefill_bytes.total,
-    host_kv_bytes=runner.decode_bytes.host,
-    metadata_bytes=runner.decode_bytes.metadata,
-    simulated=False,
-  )
+  return runner_row(runner, model=loaded.name, prompt_tokens=prompt_tokens)
 
 
 def _print_plan(loaded: Loaded, groups: Sequence[Group], output_tokens: int, repeats: int) -> None:

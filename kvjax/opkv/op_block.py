@@ -38,6 +38,7 @@ from kvjax.opkv.retrieval import least_tokens
 from kvjax.opkv.sub_block_manager import Plan, Settings, checked, plan
 from kvjax.stores import resident
 from kvjax.stores.traffic import Traffic, add, no_traffic
+from kvjax.stores.whole_page import WHOLE_PAGE
 from kvjax.types import LayerPlan, Policy, Recalled, Selection, Store
 
 
@@ -104,15 +105,8 @@ def op_block(
     raise ValueError(f"slack {slack} must be at least 1: a selection must fit the pool")
   settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse)
   checked(settings)
-  return Store(
+  return WHOLE_PAGE._replace(
     name="op_block",
-    drops=False,
-    on_host=True,
-    decode_config=lambda cache_config, policy: cache_config,
-    slot_positions=lambda cache, row, lengths: resident.positions_of(
-      cache.table.shape[1:], cache.host.page_size, lengths
-    ),
-    place=resident.place,
     append=append,
     fetch=fetch,
     recall=recall,

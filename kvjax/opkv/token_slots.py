@@ -35,6 +35,7 @@ from kvjax.opkv.recalling import (
 )
 from kvjax.stores import resident
 from kvjax.stores.traffic import Traffic, add, no_traffic
+from kvjax.stores.whole_page import WHOLE_PAGE
 from kvjax.types import LayerPlan, Policy, Recalled, Selection, Store
 
 
@@ -102,15 +103,8 @@ def token_slots(*, strict: bool = False, slack: float = 1.0) -> Store:
   """
   if slack < 1:
     raise ValueError(f"slack {slack} must be at least 1: a selection must fit the slots")
-  return Store(
+  return WHOLE_PAGE._replace(
     name="token_slots",
-    drops=False,
-    on_host=True,
-    decode_config=lambda cache_config, policy: cache_config,
-    slot_positions=lambda cache, row, lengths: resident.positions_of(
-      cache.table.shape[1:], cache.host.page_size, lengths
-    ),
-    place=resident.place,
     append=append,
     fetch=fetch,
     recall=recall,
