@@ -163,11 +163,15 @@ class Selection(NamedTuple):
     mask: bool[B, K, M, C or 1], slots that count. The store also masks slots without a token.
     slots: None for whole pages. For single tokens i32[B, K, M], the slot in each of the pages, of
       which the same one may then come several times; the mask is [B, K, M, 1].
+    tokens: None, or the same single tokens once more, bool[B, K, T] over the slots of the row; it
+      may end before the last page does. A store reads the form that suits it, and jit computes that
+      one only.
   """
 
   pages: jax.Array
   mask: jax.Array
   slots: jax.Array | None = None
+  tokens: jax.Array | None = None
 
 
 class Recalled(NamedTuple):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.counting import running, smallest
 from kvjax.eviction.s3fifo import MOST_USES, small_size
-from kvjax.opkv.counting import running, smallest
 from kvjax.types import State
 
 

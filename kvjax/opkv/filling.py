@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax.opkv.counting import before, places, running
+from kvjax.cache.counting import before, places, running
 
 AGGREGATE = "aggregate"  # OPKV: ascending, C to a new block; the last one of a list may be short
 BY_PAGE = "by_page"  # its ablation: a new block for each ordered page that they come from

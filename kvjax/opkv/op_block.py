@@ -34,7 +34,6 @@ from kvjax.opkv.recalling import (
   replaced,
   selected_tokens,
 )
-from kvjax.opkv.retrieval import least_tokens
 from kvjax.opkv.sub_block_manager import Plan, Settings, checked, plan
 from kvjax.stores import resident
 from kvjax.stores.traffic import Traffic, add, no_traffic
@@ -129,10 +128,9 @@ def seal(
   rows, b, heads, p = cache.table.shape
   _, c, d = cache.pools.keys.shape
   lists, budget = b * heads, min(policy.budget_tokens or p * c, p * c)
-  least = 1 if settings.filling == "refill" else least_tokens(settings.rho, c)
   most = -(-budget // c)
   n = max(lists * most, int(slack * lists * most))
-  width = min(n, max(most, -(-budget // least)))
+  width = -(-n // lists)  # more of half empty blocks would take from other lists what they need
   if settings.filling == "by_page":  # each selected token may be in a page of its own
     width = min(budget, p)
     n = max(n, lists * width)

@@ -44,6 +44,11 @@ def selected_tokens(cache: KVCache, selection: Selection, lengths: jax.Array) ->
   """bool[X, T] of the selection of KV heads, in a cache whose slots are positions."""
   b, heads, pages = cache.table.shape[1:]
   total = pages * cache.host.page_size
+  if selection.tokens is not None:
+    tokens = selection.tokens.reshape(b, heads, -1, selection.tokens.shape[-1]).any(axis=2)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, total - tokens.shape[-1])))
+    tokens &= jnp.arange(total)[None, None] < lengths[:, None, None]
+    return tokens.reshape(b * heads, total)
   slots = resident.slots_of(selection, cache.host.page_size)
   mask = selection.mask & (slots < lengths[:, None, None, None])
   slots = jnp.where(mask, slots, total).reshape(b * heads, -1)

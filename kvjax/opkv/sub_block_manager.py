@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.counting import before, places, running
 from kvjax.opkv.blocks import Blocks, flat_tokens, owned_by, per_list, release
-from kvjax.opkv.counting import before, places, running
 from kvjax.opkv.eviction import EVICTIONS, Eviction
 from kvjax.opkv.filling import (
   AGGREGATE,

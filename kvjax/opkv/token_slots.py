@@ -19,10 +19,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.counting import before, places
 from kvjax.cache.kv_cache import KVCache
 from kvjax.cache.paged import Pools
 from kvjax.config import CacheConfig
-from kvjax.opkv.counting import before, places
 from kvjax.opkv.recalling import (
   append_newest,
   copy_tokens,

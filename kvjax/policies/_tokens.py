@@ -7,8 +7,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.counting import places
 from kvjax.cache.segments import Segments
-from kvjax.policies._best import best_places
+from kvjax.policies._best import best
 from kvjax.types import Inputs, Selection
 from pallas_kernels.control import run_if
 
@@ -67,7 +68,7 @@ def best_tokens(
   seen: jax.Array,
   width: int,
   count: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
   """The tokens with the largest scores, those that are forced before all others.
 
   Args:
@@ -78,20 +79,29 @@ def best_tokens(
     count: i32[B, 1, 1], most tokens of the lists of a row, at most width; None for width.
 
   Returns:
-    Places i32[B, X, M] along T, ascending, of equal scores the first, and which of them are chosen,
-    bool[B, X, M]. M is width, or T where that is less.
+    bool[B, X, T], those that are chosen; of equal scores the first.
   """
   ranked = jnp.where(seen, jnp.where(forced, jnp.inf, scores), -jnp.inf)
-  width = min(width, scores.shape[-1])
-  return best_places(ranked, width if count is None else count, width)
+  return best(ranked, width if count is None else count)
 
 
-def select_tokens(positions: jax.Array, chosen: jax.Array, page_size: int) -> Selection:
-  """The selection of tokens by position i32[B, X, M] where chosen bool[B, X, M].
+def by_position(chosen: jax.Array, positions: jax.Array, capacity: int) -> jax.Array:
+  """bool[B, X, capacity] of slots chosen bool[B, X, T] that hold positions i32[B, X, T]."""
+  b, x, _ = chosen.shape
+  at = jnp.where(chosen, positions, capacity)
+  lists = jnp.arange(b)[:, None, None], jnp.arange(x)[None, :, None]
+  return jnp.zeros((b, x, capacity), bool).at[(*lists, at)].set(True, mode="drop")
+
+
+def select_tokens(chosen: jax.Array, width: int, page_size: int) -> Selection:
+  """The selection of tokens bool[B, X, T] by position, at most width of a list, in order.
 
   For stores that lose nothing: there a token's slot is its position.
   """
-  return Selection(positions // page_size, chosen[..., None], positions % page_size)
+  total = chosen.shape[-1]
+  found = places(chosen, min(width, total))
+  there, at = found < total, jnp.minimum(found, total - 1)
+  return Selection(at // page_size, there[..., None], at % page_size, tokens=chosen)
 
 
 def _of_reached_segments(q, keys, longest):

@@ -113,7 +113,7 @@ def clusterkv(
     generated = _tokens.newest_generated(positions, state.prompt, inputs, budget_tokens)
     seen = _tokens.tokens_seen(positions, inputs)
     best = _tokens.best_tokens(scores, (positions < sinks) | generated, seen, budget_tokens)
-    return _tokens.select_tokens(*best, page_size), state
+    return _tokens.select_tokens(best, budget_tokens, page_size), state
 
   return Policy(
     name="clusterkv",

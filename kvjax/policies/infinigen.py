@@ -35,11 +35,11 @@ from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, Sta
 
 
 class _State(NamedTuple):
-  """Partial keys of each selecting layer; and within a step what the next one attends to, positions
-  i32[B, K or H, M] and which of them count, bool[B, K or H, M]."""
+  """Partial keys of each selecting layer; and within a step what the next one attends to, tokens
+  bool[B, K or H, T]."""
 
   partial: tuple[PartialKeys, ...]
-  ahead: tuple[jax.Array, jax.Array] | None
+  ahead: jax.Array | None
 
 
 def infinigen(
@@ -118,13 +118,14 @@ def infinigen(
 
   def select(state: _State, inputs: Inputs) -> tuple[Selection, _State]:
     assert state.ahead is not None
-    selection, state = _tokens.select_tokens(*state.ahead, page_size), state._replace(ahead=None)
+    selection = _tokens.select_tokens(state.ahead, budget_tokens, page_size)
     is_last = inputs.row + 1 == len(state.partial)
-    return selection, state if is_last else look_ahead(state, inputs)
+    return selection, state._replace(ahead=None) if is_last else look_ahead(state, inputs)
 
   def ahead(state: _State, row: int) -> Selection | None:
     del row
-    return None if state.ahead is None else _tokens.select_tokens(*state.ahead, page_size)
+    chosen = state.ahead
+    return None if chosen is None else _tokens.select_tokens(chosen, budget_tokens, page_size)
 
   return Policy(
     name="infinigen",

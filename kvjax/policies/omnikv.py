@@ -28,12 +28,13 @@ SELECTORS = ("last", "softmax_before_last", "uniform", "exp")
 
 class _State(flax.struct.PyTreeNode):
   """Tokens of the prompt i32[B]; newest queries of each filter layer, f[B, K, W, G, D]; and within
-  a step what lazy layers attend to, positions i32[B, K, M] and those that count bool[B, K, M]."""
+  a step what lazy layers attend to, tokens bool[B, K, T]."""
 
   prompt: jax.Array
   rings: dict[int, jax.Array]
   shared: tuple[int, ...] = flax.struct.field(pytree_node=False)
-  chosen: tuple[jax.Array, jax.Array] | None = None
+  ring_of: int | None = flax.struct.field(pytree_node=False)  # positions of a filter layer's ring
+  chosen: jax.Array | None = None
 
 
 def omnikv(
@@ -79,8 +80,9 @@ def omnikv(
     plan = _plan(model, filters, wait_layers)
     b, k = cache.batch_size, model.num_kv_heads
     shape = (b, k, max(kept, 1), model.group_size, model.head_dim)
+    ring_of = None if cache.ring_tokens is None else cache.capacity_tokens
     rings = {layer: _attention.empty_ring(*shape, cache.dtype) for layer in plan.watched}
-    return plan, _State(jnp.zeros(b, jnp.int32), rings, plan.shared)
+    return plan, _State(jnp.zeros(b, jnp.int32), rings, plan.shared, ring_of)
 
   def preprocess(state: _State, inputs: Inputs) -> _State:
     if inputs.row >= 0:  # a lazy layer
@@ -98,21 +100,22 @@ def omnikv(
     forced = _tokens.newest_generated(positions, state.prompt, inputs, budget_tokens)
     forced |= (positions >= prompt - kept) & (positions < prompt)
     scores = _attention.token_scores(queries, inputs, seen & ~forced, selector)
-    places, chosen = _tokens.best_tokens(scores, forced, seen, budget_tokens)
-    best = jnp.take_along_axis(positions, places, axis=-1), chosen
-    lists = (*inputs.slot_positions.shape[:2], chosen.shape[-1])
-    return state.replace(chosen=tuple(jnp.broadcast_to(x, lists) for x in best))
+    best = _tokens.best_tokens(scores, forced, seen, budget_tokens)
+    best = best if state.ring_of is None else _tokens.by_position(best, positions, state.ring_of)
+    lists = (*inputs.slot_positions.shape[:2], best.shape[-1])
+    return state.replace(chosen=jnp.broadcast_to(best, lists))
 
   def select(state: _State, inputs: Inputs) -> tuple[Selection, _State]:
     assert state.chosen is not None
-    selection = _tokens.select_tokens(*state.chosen, page_size)
+    selection = _tokens.select_tokens(state.chosen, budget_tokens, page_size)
     later = state.shared[inputs.row + 1 : inputs.row + 2]
     is_last = later != state.shared[inputs.row : inputs.row + 1]  # before the next filter layer
     return selection, state.replace(chosen=None) if is_last else state
 
   def ahead(state: _State, row: int) -> Selection | None:
     del row
-    return None if state.chosen is None else _tokens.select_tokens(*state.chosen, page_size)
+    chosen = state.chosen
+    return None if chosen is None else _tokens.select_tokens(chosen, budget_tokens, page_size)
 
   return Policy(
     name="omnikv",

@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.counting import places
 from kvjax.cache.kv_cache import KVCache
 from kvjax.cache.paged import Pools, append_token
 from kvjax.config import CacheConfig
@@ -51,11 +52,11 @@ def fetch(
   b, heads, p = cache.table.shape[1:]
   c = host_page_size(cache)
   there = jnp.arange(p)[None, None] * c < lengths[:, None, None]
-  wanted = there if everything else there & wanted_pages(selection, heads, p)
+  wanted = there if everything else there & wanted_pages(selection, heads, p, c)
   wanted = jnp.broadcast_to(wanted, (b, heads, p))
-  order, count = compacted(wanted.reshape(-1))
+  order, count = places(wanted.reshape(-1), wanted.size), wanted.sum(dtype=jnp.int32)
   state = cache.store_state
-  source = cache.table[row].reshape(-1)[order]
+  source = cache.table[row].reshape(-1).at[order].get(mode="clip")
   area = tuple(state.areas[row % AREAS])
   area = Pools(*recall_pages(tuple(cache.host), area, source, order, count))
   # What is written to the host later must wait for this, or XLA copies the pool for it.
@@ -103,9 +104,13 @@ def host_page_size(cache: KVCache) -> int:
   return cache.host.page_size
 
 
-def wanted_pages(selection: Selection, heads: int, pages: int) -> jax.Array:
+def wanted_pages(selection: Selection, heads: int, pages: int, page_size: int) -> jax.Array:
   """bool[B, K, P]: pages of which a slot counts, for KV heads also where query heads select."""
   b = selection.pages.shape[0]
+  if selection.tokens is not None:
+    tokens = selection.tokens.reshape(b, heads, -1, selection.tokens.shape[-1]).any(axis=2)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, pages * page_size - tokens.shape[-1])))
+    return tokens.reshape(b, heads, pages, page_size).any(axis=-1)
   used = selection.mask.any(axis=-1).reshape(b, heads, -1)
   places = jnp.where(used, selection.pages.reshape(b, heads, -1), pages)
   wanted = jnp.zeros((b, heads, pages), bool)
@@ -117,15 +122,6 @@ def selected_tokens(selection: Selection, page_size: int) -> jax.Array:
   """i32[B]: slots that count; a page of which no slot is named counts with all of them."""
   whole = selection.slots is None and selection.mask.shape[-1] == 1
   return selection.mask.sum(axis=(1, 2, 3)) * (page_size if whole else 1)
-
-
-def compacted(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Indices i32[n] of what is wanted of bool[n], in order, and how many they are."""
-  places = jnp.cumsum(wanted) - 1
-  n = wanted.shape[0]
-  order = jnp.zeros(n, jnp.int32)
-  order = order.at[jnp.where(wanted, places, n)].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
-  return order, wanted.sum()
 
 
 def _places(cache: KVCache) -> jax.Array:

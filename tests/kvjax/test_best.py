@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.policies._best import best_places
+from kvjax.policies._best import best
+from kvjax.policies._tokens import by_position, select_tokens
 
-_choose = jax.jit(best_places, static_argnums=2)
+_choose = jax.jit(best)
 
 
 def _by_sort(scores, count):
@@ -18,13 +19,12 @@ def _by_sort(scores, count):
   return sorted(place for place in order.tolist() if scores[place] > -np.inf)
 
 
-def _check(scores, count, width):
-  places, chosen = (np.asarray(x) for x in _choose(scores, count, width))
+def _check(scores, count):
+  chosen = np.asarray(_choose(scores, count))
   counts = np.broadcast_to(count, (*scores.shape[:2], 1))
   for row, head in np.ndindex(scores.shape[:2]):
     expected = _by_sort(scores[row, head], int(counts[row, head, 0]))
-    assert places[row, head][chosen[row, head]].tolist() == expected
-    assert chosen[row, head].tolist() == [i < len(expected) for i in range(width)]
+    assert np.flatnonzero(chosen[row, head]).tolist() == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -37,7 +37,7 @@ def _check(scores, count, width):
   st.integers(0, 7),
 )
 def test_ties_and_infinities(values, count):
-  _check(np.array(values, np.float32).reshape(1, 1, 12), np.int32(count), 7)
+  _check(np.array(values, np.float32).reshape(1, 1, 12), np.int32(count))
 
 
 @pytest.mark.parametrize("total", [1, 64, 1000])
@@ -46,11 +46,29 @@ def test_each_row_by_its_own_number(total):
   scores = rng.standard_normal((3, 2, total)).astype(np.float32)
   width = max(1, total // 2)
   count = rng.integers(0, width + 1, (3, 1, 1)).astype(np.int32)
-  _check(scores, count, width)
-  _check(scores, np.int32(width), width)
+  _check(scores, count)
+  _check(scores, np.int32(width))
 
 
 def test_more_than_there_are():
   scores = np.array([[[3.0, -np.inf, 1.0, -np.inf]]], np.float32)
-  places, chosen = _choose(scores, np.int32(4), 4)
-  assert places[chosen].tolist() == [0, 2] and chosen.sum() == 2
+  assert _choose(scores, np.int32(4)).tolist() == [[[True, False, True, False]]]
+
+
+@pytest.mark.parametrize("total", [7, 64, 1030])
+def test_both_forms_of_a_selection_are_the_same_tokens(total):
+  rng = np.random.default_rng(total)
+  chosen = rng.random((2, 3, total)) < rng.random((2, 3, 1))
+  width = int(chosen.sum(axis=-1).max())
+  selection = jax.jit(select_tokens, static_argnums=(1, 2))(chosen, width, 4)
+  assert np.array_equal(selection.tokens, chosen)
+  for x in np.ndindex(2, 3):
+    named = (selection.pages * 4 + selection.slots)[x][selection.mask[x][:, 0]]
+    assert named.tolist() == np.flatnonzero(chosen[x]).tolist()
+
+
+def test_slots_of_a_ring_become_positions():
+  chosen = np.array([[[True, False, True, True]]])
+  positions = np.array([[[8, 5, 6, -1]]], np.int32)
+  found = by_position(jax.numpy.asarray(chosen & (positions >= 0)), positions, 9)
+  assert np.flatnonzero(found).tolist() == [6, 8] and found.shape == (1, 1, 9)

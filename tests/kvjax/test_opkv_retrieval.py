@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.counting import places, running, smallest
 from kvjax.opkv.blocks import Blocks, no_blocks
-from kvjax.opkv.counting import places, running, smallest
 from kvjax.opkv.eviction import FIFO
 from kvjax.opkv.retrieval import least_tokens, retrieve
 from kvjax.opkv.sub_block_manager import Settings

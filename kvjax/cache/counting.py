@@ -6,6 +6,8 @@ cheap on a CPU (24,576 places: 20 us), XLA's running sums are not (80 us; `runni
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -13,34 +15,42 @@ _WORD = 32  # bits
 
 
 def running(mask: jax.Array) -> jax.Array:
-  """i32[T]: how many of mask bool[T] hold up to each place, itself included.
+  """i32[..., T]: how many of mask bool[..., T] hold up to each place, itself included.
 
   Places are packed into words of 32 bits, whose bits a processor counts at once; running sums are
   left for the words of a group of 32, and for the groups.
   """
-  (t,) = mask.shape
-  bits = jnp.pad(mask, (0, -t % _WORD**2)).reshape(-1, _WORD, _WORD)
-  lane = jnp.arange(_WORD, dtype=jnp.uint32)
-  words = (bits.astype(jnp.uint32) << lane[None, None]).sum(axis=-1, dtype=jnp.uint32)
+  t = mask.shape[-1]
+  bits = jnp.pad(mask, (*[(0, 0)] * (mask.ndim - 1), (0, -t % _WORD**2)))
+  bits = bits.reshape(*mask.shape[:-1], -1, _WORD, _WORD)
+  lane = jnp.expand_dims(jnp.arange(_WORD, dtype=jnp.uint32), range(bits.ndim - 1))
+  words = (bits.astype(jnp.uint32) << lane).sum(axis=-1, dtype=jnp.uint32)
   of_word = jax.lax.population_count(words).astype(jnp.int32)
   of_group = of_word.sum(axis=-1, dtype=jnp.int32)
-  earlier = jnp.cumsum(of_word, axis=-1) - of_word + before(of_group)[:, None]
+  earlier = jnp.cumsum(of_word, axis=-1) - of_word + before(of_group)[..., None]
   up_to_lane = ~jnp.uint32(0) >> (_WORD - 1 - lane)
-  within = jax.lax.population_count(words[..., None] & up_to_lane[None, None]).astype(jnp.int32)
-  return (earlier[..., None] + within).reshape(-1)[:t]
+  within = jax.lax.population_count(words[..., None] & up_to_lane).astype(jnp.int32)
+  return (earlier[..., None] + within).reshape(*mask.shape[:-1], -1)[..., :t]
 
 
 def before(counts: jax.Array) -> jax.Array:
-  """i32[X]: sum of counts i32[X] of the lists before each."""
-  return jnp.cumsum(counts) - counts
+  """i32[..., X]: sum of counts i32[..., X] of the lists before each."""
+  return jnp.cumsum(counts, axis=-1) - counts
 
 
 def places(mask: jax.Array, size: int) -> jax.Array:
-  """i32[size]: where mask bool[T] holds, ascending; T beyond the last."""
-  (t,) = mask.shape
-  rank = jnp.where(mask, running(mask) - 1, size)
-  empty = jnp.full(size, t, jnp.int32)
-  return empty.at[rank].set(jnp.arange(t, dtype=jnp.int32), mode="drop", unique_indices=True)
+  """i32[..., size]: where mask bool[..., T] holds, ascending; T beyond the last."""
+  *lists, t = mask.shape
+  x = jnp.arange(math.prod(lists), dtype=jnp.int32).reshape(*lists, 1)
+  place = jnp.expand_dims(jnp.arange(t, dtype=jnp.int32), range(mask.ndim - 1))
+  rank = running(mask) - 1
+  target = jnp.where(mask & (rank < size), x * size + rank, x.size * size)
+  # Where nothing is meant it does not matter what is written; but as it depends on the mask, XLA
+  # does not make it before all layers at once, in memory of its own for each.
+  value = jnp.where(mask, place, 0)
+  empty = jnp.full(x.size * size, t, jnp.int32)
+  found = empty.at[target.reshape(-1)].set(value.reshape(-1), mode="drop", unique_indices=True)
+  return found.reshape(*lists, size)
 
 
 def smallest(keys: jax.Array, allowed: jax.Array, count: jax.Array, bits: int = 31) -> jax.Array:
