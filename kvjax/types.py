@@ -100,11 +100,14 @@ class LayerPlan(NamedTuple):
       later layers, or to look ahead at the next one.
     shared: of each selecting layer, the row of the first one that selects the same tokens as it
       does; then what a store plans for that one serves for all. Empty where each selects its own.
+    on_device: of each selecting layer, the KV heads whose pages should all stay on the device, for
+      stores that place heads apart. Empty for none.
   """
 
   roles: tuple[str, ...]
   watched: tuple[int, ...] = ()
   shared: tuple[int, ...] = ()
+  on_device: tuple[tuple[int, ...], ...] = ()
 
   @property
   def select_layers(self) -> tuple[int, ...]:

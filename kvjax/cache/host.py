@@ -41,13 +41,18 @@ def limit_bytes(backend: str) -> int:
   return min(total, int(float(os.environ.get(LIMIT_VARIABLE, _DEFAULT_LIMIT_GB)) * 2**30))
 
 
+class HostPoolsTooLarge(ValueError):
+  """Pools that cannot be pinned here. They are asked for whole before anything is read, so that a
+  run never meets their end later; who catches it may go on with a store without a host tier."""
+
+
 def check_fits(wanted: int, backend: str) -> None:
-  """Raises ValueError, in one line, where pools of so many bytes cannot be pinned here."""
+  """Raises HostPoolsTooLarge, in one line, where pools of so many bytes cannot be pinned here."""
   limit = limit_bytes(backend)
   if wanted <= limit:
     return
   how = f"raise {LIMIT_VARIABLE} (GB), " if backend == "gpu" else ""
-  raise ValueError(
+  raise HostPoolsTooLarge(
     f"the host pools need {wanted} bytes and at most {limit} can be pinned here; {how}lower "
     "capacity_tokens or batch_size, or use a cache dtype of 2 bytes"
   )

@@ -9,6 +9,7 @@ from kvjax.opkv.op_block import op_block
 from kvjax.opkv.token_slots import token_slots
 from kvjax.policies import split_spec, values_of
 from kvjax.stores.compact import COMPACT
+from kvjax.stores.head_tiered import HEAD_TIERED
 from kvjax.stores.resident import RESIDENT
 from kvjax.stores.whole_page import PREFETCH_ALL, WHOLE_PAGE
 from kvjax.types import Store
@@ -18,6 +19,7 @@ STORES: dict[str, Callable[..., Store]] = {
   "compact": lambda: COMPACT,
   "whole_page": lambda: WHOLE_PAGE,
   "prefetch_all": lambda: PREFETCH_ALL,
+  "head_tiered": lambda: HEAD_TIERED,
   "op_block": op_block,
   "token_slots": token_slots,
 }

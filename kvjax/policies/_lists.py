@@ -93,6 +93,15 @@ def heads_in_layer(heads: frozenset[tuple[int, int]], layer: int, num_heads: int
   return np.isin(np.arange(num_heads), [head for of, head in heads if of == layer])
 
 
+def heads_by_layer(
+  heads: frozenset[tuple[int, int]], num_layers: int
+) -> tuple[tuple[int, ...], ...]:
+  """Of each layer, ascending, the KV heads that are among these pairs."""
+  return tuple(
+    tuple(sorted(head for of, head in heads if of == layer)) for layer in range(num_layers)
+  )
+
+
 def check_heads(
   policy: str, option: str, heads: frozenset[tuple[int, int]], model: ModelConfig
 ) -> None:

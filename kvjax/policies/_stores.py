@@ -13,3 +13,14 @@ def recalling(group: str = "max") -> tuple[str, ...]:
   """
   by_page = ("resident", "whole_page", "prefetch_all")
   return by_page if group == "none" else (*by_page, "op_block", "token_slots")
+
+
+def recalling_pages(group: str = "max") -> tuple[str, ...]:
+  """Those of a policy that selects whole pages: also the store that has slots of a page.
+
+  Single tokens may lie in as many pages as there are tokens, which would be nearly all.
+
+  Args:
+    group: see `recalling`.
+  """
+  return recalling(group) if group == "none" else (*recalling(group), "head_tiered")

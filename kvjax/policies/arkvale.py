@@ -19,7 +19,7 @@ from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _pages as pages
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._kept import no_digests, with_keys
-from kvjax.policies._stores import recalling
+from kvjax.policies._stores import recalling_pages
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -87,7 +87,7 @@ def arkvale(
   return Policy(
     name="arkvale",
     budget_tokens=budget_tokens,
-    stores=recalling(),
+    stores=recalling_pages(),
     register=register,
     preprocess=preprocess,
     select=select,

@@ -5,7 +5,9 @@ first. Unstable heads, which a profile names, are ranked at every step; the othe
 first step and then in every `period`th, whose list is used from the next step on. Pages that begin
 in between are attended to at once. No layer is dense.
 
-This is the method's ranking; where pages lie is a store's matter, and here all are on the device.
+This is the method's ranking. Where pages lie is a store's matter: on `head_tiered` unstable heads
+have all of theirs on the device and the others what they attend to, as in the original; on every
+other store the tokens are the same.
 
 Departures: the budget is strict. A page that begins after the ranking takes the place of the worst
 one of the list, where in the original it comes on top of the list, one page in 16 steps.
@@ -23,7 +25,7 @@ from kvjax.policies import _lists as lists
 from kvjax.policies import _pages as pages
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import Listed
-from kvjax.policies._stores import recalling
+from kvjax.policies._stores import recalling_pages
 from kvjax.types import SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -57,7 +59,9 @@ def flexicache(
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
     lists.check_heads("flexicache", "unstable_heads", unstable_pairs, model)
-    plan = LayerPlan((SELECT,) * model.num_layers)
+    plan = LayerPlan(
+      (SELECT,) * model.num_layers, on_device=lists.heads_by_layer(unstable_pairs, model.num_layers)
+    )
     return plan, lists.no_lists(digest, model, cache, page_size, model.num_kv_heads, width)
 
   def preprocess(state: Listed, inputs: Inputs) -> Listed:
@@ -89,7 +93,7 @@ def flexicache(
   return Policy(
     name="flexicache",
     budget_tokens=budget_tokens,
-    stores=recalling(),
+    stores=recalling_pages(),
     register=register,
     preprocess=preprocess,
     select=select,

@@ -23,7 +23,7 @@ from kvjax.policies import _lists as lists
 from kvjax.policies import _pages as pages
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import Listed
-from kvjax.policies._stores import recalling
+from kvjax.policies._stores import recalling_pages
 from kvjax.types import SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -113,7 +113,7 @@ def lserve(
   return Policy(
     name="lserve",
     budget_tokens=budget_tokens,
-    stores=recalling(group),
+    stores=recalling_pages(group),
     register=register,
     preprocess=preprocess,
     select=select,

@@ -20,7 +20,7 @@ from kvjax.policies import _pages as pages
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._kept import check_digest_dtype, no_digests, with_keys
 from kvjax.policies._pages import GROUPS
-from kvjax.policies._stores import recalling
+from kvjax.policies._stores import recalling_pages
 from kvjax.types import DENSE, SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -98,7 +98,7 @@ def quest(
   return Policy(
     name="quest",
     budget_tokens=budget_tokens,
-    stores=recalling(group) if candidates == 1 else ("resident",),
+    stores=recalling_pages(group) if candidates == 1 else ("resident",),
     register=register,
     preprocess=preprocess,
     select=select,

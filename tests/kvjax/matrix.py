@@ -112,6 +112,7 @@ HOST = {
   "prefetch_all": (("infinigen", "harsh"),),
   "op_block:strict=True": (("flexicache", "harsh"), ("infinigen", "gentle"), ("omnikv", "harsh")),
   "token_slots:strict=True": (("infinigen", "gentle"), ("omnikv", "harsh")),
+  "head_tiered": (("flexicache", "harsh"), ("flexicache", "gentle")),
 }
 
 

@@ -30,6 +30,7 @@ EXACT = {
     ":strict=True:filling=refill",
   ),
   "token_slots": (":strict=True", ":strict=True:slack=1.5"),
+  "head_tiered": ("",),
 }
 CASES = [
   (name, setting, f"{store}{options}")

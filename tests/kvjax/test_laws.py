@@ -19,6 +19,7 @@ from kvjax.opkv.op_block import OpBlockState
 from kvjax.opkv.token_slots import SlotState
 from kvjax.policies._attention import ring_positions
 from kvjax.policies._kept import WithNewest
+from kvjax.stores.head_tiered import TieredState
 from tests.kvjax import masked, matrix
 from tests.kvjax.matrix import LENGTHS, NUM_STEPS, PAGE, ROWS, SHAPES
 from tests.models import naive
@@ -301,6 +302,8 @@ def _poison(runner, cache, value):
 def _poison_recalled(cache, value):
   """Of a store with a host tier: what no later step may read."""
   state = cache.store_state
+  if isinstance(state, TieredState):
+    return cache.replace(store_state=_poison_slots(state, cache.lengths, value))
   if not isinstance(state, OpBlockState | SlotState):  # whole pages come anew at every step
     return cache.replace(store_state=state.replace(areas=matrix.filled(state.areas, value)))
   started = jnp.arange(PAGE)[None] < cache.lengths[:, None] % PAGE  # slots of the newest page
@@ -313,6 +316,17 @@ def _poison_recalled(cache, value):
       used = jnp.concatenate([state.blocks[group].tokens >= 0, ordered])
     pools.append(jax.tree.map(lambda x, used=used: jnp.where(used[..., None], x, value), pool))
   return cache.replace(store_state=state.replace(pools=tuple(pools)))
+
+
+def _poison_slots(state, lengths, value):
+  """Pages that no place of a table leads to, and slots behind the end of a row."""
+  pools = []
+  for table, layer in zip(state.tables, state.pools, strict=True):
+    positions = jnp.arange(table.shape[2] * PAGE).reshape(1, 1, -1, PAGE)
+    used = jnp.broadcast_to(positions < lengths[:, None, None, None], (*table.shape, PAGE))
+    used = jnp.zeros(layer.keys.shape[:2], bool).at[table].set(used, mode="drop")
+    pools.append(jax.tree.map(lambda x, used=used: jnp.where(used[..., None], x, value), layer))
+  return state.replace(pools=tuple(pools))
 
 
 @every_entry
