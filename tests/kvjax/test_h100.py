@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import pytest
 
-from kvjax import CacheConfig, ModelConfig, make_policy, prepare
-from kvjax.engine import steps
-from models import build, param_shapes
+from kvjax import make_policy
 from tests import aot
+from tests.h100_report import LLAMA_8B, compile_step, flexicache, runner_of, schedule
 
 MIB = 1 << 20
-LLAMA_8B = ModelConfig(
-  family="llama",
-  num_layers=32,
-  num_heads=32,
-  num_kv_heads=8,
-  head_dim=128,
-  embed_dim=4096,
-  ffn_dim=14336,
-  vocab_size=128_256,
-  max_tokens=131_072,
-  rope_theta=500_000.0,
-)
 BATCH, TOKENS = 4, 32_768
 
 
@@ -34,21 +20,10 @@ BATCH, TOKENS = 4, 32_768
 @pytest.mark.parametrize("name", ["quest", "dense"])
 def test_decode_step_of_an_8b_model_copies_no_pool(name):
   policy = make_policy(name, budget_tokens=64 * 16, page_size=16)
-  config = CacheConfig(BATCH, TOKENS, dtype="bfloat16", base_tokens=TOKENS)
-  model = build(LLAMA_8B)
-  runner = prepare(model, policy, "resident", config)
-  args = (
-    runner,
-    param_shapes(LLAMA_8B, "bfloat16"),
-    jax.eval_shape(lambda: steps.empty_cache(runner)),
-    jax.ShapeDtypeStruct((BATCH,), "int32"),
-  )
+  step = compile_step(runner_of(policy, "resident", LLAMA_8B, BATCH, TOKENS))
   calls = 0 if name == "dense" else LLAMA_8B.num_layers - 2  # Quest's first two layers are dense
-  compiled = aot.compile_for_h100(
-    steps.decode_step.__wrapped__, *args, static_argnums=(0,), donate_argnums=(2,)
-  )
-  memory, kept = compiled.memory_analysis(), runner.decode_bytes.total
-  copies = aot.big_copies(compiled.as_text(), 64 * MIB)
+  memory, kept = step.memory, step.runner.decode_bytes.total
+  copies = aot.big_copies(step.hlo, 64 * MIB)
   print(
     f"{name}: cache {kept} bytes, aliased {memory.alias_size_in_bytes}, "
     f"temporaries {memory.temp_size_in_bytes}, copies {copies}"
@@ -57,30 +32,23 @@ def test_decode_step_of_an_8b_model_copies_no_pool(name):
   assert memory.alias_size_in_bytes >= kept
   assert memory.temp_size_in_bytes < kept // 100
   assert not copies
-  assert compiled.as_text().count('custom_call_target="mosaic_gpu') == calls  # their attention
+  assert step.hlo.count('custom_call_target="mosaic_gpu') == calls  # their attention
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
-@pytest.mark.parametrize("store", ["whole_page", "op_block"])
+@pytest.mark.parametrize("store", ["whole_page", "op_block", "head_tiered"])
 def test_decode_step_with_a_host_tier_copies_no_pool(store):
-  """InfiniGen with a quarter of the tokens, four layers of which two select."""
-  policy = make_policy("infinigen", budget_tokens=TOKENS // 4, page_size=16)
-  config = CacheConfig(BATCH, TOKENS, dtype="bfloat16", base_tokens=TOKENS)
+  """Four layers: InfiniGen with a quarter of the tokens, of which two select, or FlexiCache."""
   shape = dataclasses.replace(LLAMA_8B, num_layers=4)
-  runner = prepare(build(shape), policy, store, config)
-  prefilled = jax.eval_shape(lambda: steps.empty_cache(runner))
-  rest = prefilled.replace(host=None, pools=None)
-  sealed = jax.eval_shape(
-    lambda rest, pools: steps.stow(runner, rest, pools), rest, prefilled.pools
-  )
-  cache = sealed.replace(host=prefilled.host)
-  args = runner, param_shapes(shape, "bfloat16"), cache, jax.ShapeDtypeStruct((BATCH,), "int32")
-  compiled = aot.compile_for_h100(
-    steps.decode_step.__wrapped__, *args, static_argnums=(0,), donate_argnums=(2,)
-  )
-  memory, kept, hlo = compiled.memory_analysis(), runner.decode_bytes, compiled.as_text()
+  if store == "head_tiered":
+    runner = flexicache(1024, shape, BATCH, TOKENS)
+  else:
+    policy = make_policy("infinigen", budget_tokens=TOKENS // 4, page_size=16)
+    runner = runner_of(policy, store, shape, BATCH, TOKENS)
+  step = compile_step(runner)
+  memory, kept, hlo = step.memory, step.runner.decode_bytes, step.hlo
   print(
     f"{store}: {kept}, aliased {memory.alias_size_in_bytes} and on the host "
     f"{memory.host_alias_size_in_bytes}, temporaries {memory.temp_size_in_bytes} and on the host "
@@ -91,5 +59,9 @@ def test_decode_step_with_a_host_tier_copies_no_pool(store):
   assert memory.host_temp_size_in_bytes == 0
   assert memory.alias_size_in_bytes >= kept.total
   assert not aot.big_copies(hlo, 16 * MIB)
-  # A recall for each selecting layer, and where whole blocks are read their attention.
-  assert hlo.count('custom_call_target="mosaic_gpu') == (2 if store == "whole_page" else 4)
+  # A recall for each selecting layer, and where whole pages or blocks are read their attention.
+  kernels = {"whole_page": 2, "op_block": 4, "head_tiered": 8}
+  assert hlo.count('custom_call_target="mosaic_gpu') == kernels[store]
+  if store == "head_tiered":
+    calls = [name for name in schedule(hlo) if name in ("recall", "attention")]
+    assert calls == ["recall", "attention"] * shape.num_layers

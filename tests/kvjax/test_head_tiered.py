@@ -1,0 +1,245 @@
+"""The store head_tiered: where pages are, what moves, the bytes that it takes, and the same tokens.
+
+What holds of every store is in test_laws.py and test_host_stores.py. Here the store is also driven
+without a model, by random selections, beside sets in plain Python.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import CacheConfig, ModelConfig, generate, make_policy, prepare
+from kvjax.cache import TOO_SMALL, allocate, host
+from kvjax.cache.paged import Pools
+from kvjax.stores.head_tiered import HEAD_TIERED
+from kvjax.stores.traffic import totals
+from kvjax.types import SELECT, LayerPlan, Selection
+from models import build
+from tests.kvjax import matrix
+from tests.kvjax.matrix import LENGTHS, PAGE, ROWS, SHAPES
+
+B, K, D, C, PAGES, BUDGET = 4, 3, 2, 8, 9, 3  # of the store alone; the budget in pages
+STARTS = (1, 16, 47, 31)
+STEPS = 25  # the longest row fills its capacity, all go over page boundaries
+TIERED = ((0, 2), (0, 1, 2), ())  # KV heads of three layers
+PLAN = LayerPlan((SELECT,) * 3, on_device=((1,), (), (0, 1, 2)))
+MODEL = ModelConfig(
+  **{"family": "llama", "num_layers": 3, "num_heads": K, "num_kv_heads": K, "head_dim": D},
+  **{"embed_dim": 8, "ffn_dim": 8, "vocab_size": 8, "max_tokens": 64},
+)
+CONFIG = CacheConfig(B, PAGES * C, C)
+POLICY = make_policy("quest", budget_tokens=BUDGET * C, page_size=C)
+
+
+@jax.jit
+def sealed(numbers, lengths):
+  """The cache after a prompt, of f[2, layers, B, K, PAGES, C, D] numbers that it left."""
+  cache = allocate(MODEL, CONFIG, PLAN, on_host=True)
+  pools = Pools(*numbers.reshape(2, -1, C, D))
+  on_host = jax.tree.map(lambda pool: jax.device_put(pool, jax.memory.Space.Host), pools)
+  cache = cache.replace(pools=pools, host=on_host, lengths=lengths)
+  return HEAD_TIERED.seal(cache, POLICY, CONFIG, PLAN)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def step(early, cache, tokens, pages, masks):
+  """A token a row through all layers; early: the recall begins before the layer's token is there.
+
+  Returns:
+    What each layer was given to read, and the cache.
+  """
+  lengths, read = cache.lengths + 1, []
+  slots = jnp.broadcast_to(cache.lengths[:, None], (B, K))
+  for row, ((k, v), page, mask) in enumerate(zip(tokens, pages, masks, strict=True)):
+    selection = Selection(page, mask[..., None])
+    if early:
+      ticket, cache = HEAD_TIERED.fetch(cache, row, selection, lengths)
+    cache = HEAD_TIERED.append(cache, row, k, v, cache.lengths, slots)
+    if not early:
+      ticket, cache = HEAD_TIERED.fetch(cache, row, selection, lengths)
+    recalled, cache = HEAD_TIERED.recall(cache, row, ticket, lengths)
+    read.append((recalled.pages, recalled.mask, *recalled.pools))
+  return read, cache.replace(lengths=lengths)
+
+
+def selections(rng, lengths, wanted=BUDGET):
+  """For each layer, row and head some pages, mostly with the newest; unused places are masked."""
+  pages = np.zeros((3, B, K, wanted), np.int32)
+  masks = np.zeros(pages.shape, bool)
+  for at in np.ndindex(3, B, K):
+    newest = (lengths[at[1]] - 1) // C
+    chosen = rng.permutation(newest + 1)[: rng.integers(1, wanted + 1)]
+    if newest not in chosen and rng.random() < 0.8:
+      chosen[0] = newest
+    pages[at][: len(chosen)], masks[at][: len(chosen)] = np.sort(chosen), True
+  return pages, masks
+
+
+def by_hand(table, wanted, null):
+  """Table of one list after a step, and the pages that came, in the terms of the docstring."""
+  here = {page for page, place in enumerate(table) if place != null}
+  free = sorted(here - wanted)
+  after = list(table)
+  for page, left in zip(sorted(wanted - here), free, strict=False):
+    after[page], after[left] = table[left], null
+  return after, wanted - here
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after the token", "before it"])
+def test_random_steps_beside_sets(early):
+  """Pages, slots, contents and counts of every list after every step; no token is ever lost."""
+  rng = np.random.default_rng(5)
+  truth = rng.normal(size=(2, 3, B, K, PAGES * C, D)).astype(np.float32)
+  lengths = np.array(STARTS)
+  known = np.where(np.arange(PAGES * C)[:, None] < lengths[:, None, None, None], truth, np.nan)
+  state = sealed(known.reshape(2, 3, B, K, PAGES, C, D), jnp.asarray(lengths, jnp.int32))
+  tables = [np.asarray(table).copy() for table in state.store_state.tables]
+  counts = dict.fromkeys(("selected", "resident", "moved", "pages_used", "pages_hit"), 0)
+  for _ in range(STEPS):
+    lengths = lengths + 1
+    pages, masks = selections(rng, lengths)
+    new = np.take_along_axis(truth, (lengths - 1)[None, None, :, None, None, None], axis=4)[
+      ..., 0, :
+    ]
+    read, state = step(early, state, tuple(new.swapaxes(0, 1)), pages, masks)
+    kept = [np.asarray(jax.device_put(x, jax.memory.Space.Device)) for x in state.host]
+    for layer, (ids, mask, *pools) in enumerate(read):
+      null, slots = len(pools[0]), set()
+      for b, head in np.ndindex(B, K):
+        wanted = set(pages[layer, b, head][masks[layer, b, head]].tolist())
+        row, tiered = tables[layer][b, head], head in TIERED[layer]
+        here = {page for page in wanted if row[page] != null}
+        sizes = {page: min(C, lengths[b] - page * C) for page in wanted}
+        counts["selected"] += sum(sizes.values())
+        counts["resident"] += sum(sizes[page] for page in here)
+        counts["pages_used"] += len(wanted)
+        counts["pages_hit"] += len(here)
+        if tiered:
+          begins = {lengths[b] // C} if lengths[b] % C == 0 and lengths[b] < PAGES * C else set()
+          row, came = by_hand(row, wanted | begins, null)
+          counts["moved"] += C * len(came - begins)
+        after = np.asarray(state.store_state.tables[layer][b, head])
+        np.testing.assert_array_equal(after, row)
+        tables[layer][b, head] = after
+        live = after[after != null].tolist()
+        assert len(live) == (BUDGET + 1 if tiered else PAGES)
+        assert not slots & {*live} and len({*live}) == len(live), "two entries share a page"
+        slots |= {*live}
+        for which in range(2):
+          mine = truth[which, layer, b, head, : lengths[b]]
+          for page in range(-(-lengths[b] // C)):
+            tokens = mine[page * C : (page + 1) * C]
+            if after[page] != null:
+              np.testing.assert_array_equal(pools[which][after[page]][: len(tokens)], tokens)
+            if tiered:
+              place = np.asarray(state.table)[layer, b, head, page]
+              np.testing.assert_array_equal(kept[which][place][: len(tokens)], tokens)
+        used = np.asarray(mask[b, head]).any(axis=-1)
+        assert (np.asarray(ids[b, head])[used] == after[sorted(wanted)]).all()
+        assert (np.asarray(ids[b, head])[used] < null).all(), "the null page was read"
+      assert len(slots) == null, "a page of the pool is nobody's"
+  assert {name: counts[name] for name in counts} == {
+    name: count for name, count in totals(state).items() if name in counts
+  }
+  assert counts["moved"] > 0 and not np.asarray(state.overflow).any()
+
+
+def test_more_pages_than_slots_are_told():
+  """A policy that breaks its budget: the row is marked, the others are as they would be."""
+  truth = jnp.zeros((2, 3, B, K, PAGES, C, D))
+  state = sealed(truth, jnp.asarray(STARTS, jnp.int32))
+  wanted = BUDGET + 2
+  pages = np.broadcast_to(np.arange(wanted, dtype=np.int32), (3, B, K, wanted))
+  masks = np.zeros(pages.shape, bool)
+  masks[..., 0] = masks[:, 2] = True
+  state = step(False, state, ((jnp.zeros((B, K, D)),) * 2,) * 3, pages, masks)[1]
+  assert np.asarray(state.overflow).tolist() == [0, 0, TOO_SMALL, 0]
+
+
+SHAPE = SHAPES[0]
+EVERY_HEAD = tuple((layer, head) for layer in range(3) for head in range(SHAPE.kv_heads))
+PROMPTS = [list(row[:length]) for row, length in zip(ROWS, LENGTHS, strict=True)]
+MANY = 40
+
+
+@cache
+def run(store, name, **options):
+  """Tokens of `MANY` steps, and what was moved of each row."""
+  options = {"budget_tokens": 48, "page_size": PAGE} | options
+  policy = make_policy(name, **options)
+  config = CacheConfig(len(LENGTHS), 180, PAGE)
+  model, params = matrix.tiny_model(SHAPE)
+  runner = prepare(model, policy, store, config, chunk_tokens=64)
+  done = generate(runner, params, PROMPTS, max_new_tokens=MANY)
+  moved = [] if done.cache.host is None else np.asarray(done.cache.store_state.traffic.moved)
+  return done.tokens, [*map(int, moved)]
+
+
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("flexicache", {"unstable_heads": ((0, 1), (2, 0)), "period": 7}),
+    ("quest", {"budget_tokens": PAGE, "dense_layers": 0, "force_last": False}),
+  ],
+  ids=["over several periods", "one page"],
+)
+def test_the_store_does_not_change_the_result(name, options):
+  tokens, moved = run("head_tiered", name, **options)
+  assert tokens == run("resident", name, **options)[0]
+  assert min(moved[:3]) > 0
+  if name == "flexicache":  # whose last row never outgrows the budget
+    assert moved[3] == 0
+
+
+def test_ranking_always_is_quest_and_with_every_head_on_the_device_nothing_moves():
+  quest = run("resident", "quest", dense_layers=0)[0]
+  tokens, moved = run("head_tiered", "flexicache", period=1)
+  assert tokens == quest and min(moved[:3]) > 0
+  tokens, moved = run("head_tiered", "flexicache", unstable_heads=EVERY_HEAD)
+  assert tokens == quest and moved == [0] * len(LENGTHS)
+
+
+def test_heads_that_stay_are_those_that_the_profile_names():
+  model = matrix.tiny_model(SHAPE)[0].config
+  for pairs, expected in (((), ((), (), ())), (((2, 1), (0, 1), (2, 0)), ((1,), (), (0, 1)))):
+    policy = make_policy("flexicache", unstable_heads=pairs, period=1)
+    assert policy.register(model, CacheConfig(1, 64))[0].on_device == expected
+
+
+LLAMA_8B = {"num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+SMOLLM2 = {"num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, SMOLLM2], ids=["llama-3.1-8b", "smollm2-135m"])
+@pytest.mark.parametrize(("tokens", "budget"), [(20_000, 1024), (32_768, 2048), (1024, 2048)])
+def test_device_bytes_are_the_closed_form(shape, tokens, budget):
+  """u P + t (M + 1) pages; nothing is allocated here, and law 8 holds what lives against this."""
+  config = ModelConfig(
+    family="llama", embed_dim=64, ffn_dim=64, vocab_size=64, max_tokens=tokens, **shape
+  )
+  model, cache = build(config), CacheConfig(2, tokens, PAGE, "bfloat16")
+  heads = [(layer, h) for layer in range(config.num_layers) for h in range(config.num_kv_heads)]
+  unstable = heads[::4]
+  policy = make_policy("flexicache", budget_tokens=budget, unstable_heads=unstable)
+  kept = prepare(model, policy, "head_tiered", cache).decode_bytes
+  dense = prepare(model, make_policy("dense"), "resident", cache).decode_bytes
+  page, pages = PAGE * config.head_dim * 2 * 2, tokens // PAGE
+  slots = min(pages, budget // PAGE + 1)
+  of_row = len(unstable) * pages + (len(heads) - len(unstable)) * slots
+  assert kept.keys_values == 2 * of_row * page
+  assert kept.host == dense.keys_values == 2 * len(heads) * pages * page
+  if tokens == 20_000:
+    assert 1 - kept.keys_values / dense.total >= 0.70
+    assert 1 - kept.total / dense.total >= 0.64  # with bounds, lists and tables
+
+
+def test_pools_that_cannot_be_pinned_have_an_error_of_their_own(monkeypatch):
+  monkeypatch.setattr(host, "limit_bytes", lambda backend: 1000)
+  policy = make_policy("flexicache", budget_tokens=32)
+  with pytest.raises(host.HostPoolsTooLarge, match="lower capacity_tokens or batch_size"):
+    prepare(matrix.tiny_model(SHAPE)[0], policy, "head_tiered", CacheConfig(1, 160))
