@@ -51,9 +51,9 @@ What XLA compiles for an H100 SXM (80 GB) of one decode step of Llama-3.1-8B's s
 
     python -m tests.h100_report > docs/h100_flexicache.md
 
-made this page. Unstable heads: no profile of this model is at hand, so every fourth of its 256 KV
-heads counts as unstable, two of the eight in each layer. Their number is the original's, and it
-alone decides the bytes. Period 16, bounds (MinMax) of every page.
+made this page. Which heads are unstable was not measured for this page: every fourth of the 256 KV
+heads counts as one, two of the eight in each layer. Their number is the original's, and it alone
+decides the bytes. Period 16, bounds (MinMax) of every page.
 """
 
 
