@@ -80,73 +80,92 @@ def selections(rng, lengths, wanted=BUDGET):
   return pages, masks
 
 
-def by_hand(table, wanted, null):
-  """Table of one list after a step, and the pages that came, in the terms of the docstring."""
+def by_hand(table, wanted, length, null):
+  """Table of one list after a step, and how many pages were copied."""
+  begins = {length // C} if length % C == 0 and length < PAGES * C else set()
   here = {page for page, place in enumerate(table) if place != null}
-  free = sorted(here - wanted)
-  after = list(table)
-  for page, left in zip(sorted(wanted - here), free, strict=False):
+  came, after = sorted((wanted | begins) - here), list(table)
+  for page, left in zip(came, sorted(here - wanted - begins), strict=False):
     after[page], after[left] = table[left], null
-  return after, wanted - here
+  return after, len({*came} - begins)
+
+
+def add_counts(counts, wanted, table, length, null):
+  """What a list selected and what of it was there, in tokens and in pages."""
+  sizes = {page: min(C, length - page * C) for page in wanted}
+  here = {page for page in wanted if table[page] != null}
+  counts["selected"] += sum(sizes.values())
+  counts["resident"] += sum(sizes[page] for page in here)
+  counts["pages_used"] += len(wanted)
+  counts["pages_hit"] += len(here)
+
+
+def check_owners(layer, tables, null):
+  """Of tables [B, K, P]: a page of the pool is of one list, which has as many as it should."""
+  owned = [np.sort(row[row != null]) for row in tables.reshape(-1, PAGES)]
+  for x, pages in enumerate(owned):
+    assert len(pages) == (BUDGET + 1 if x % K in TIERED[layer] else PAGES)
+  np.testing.assert_array_equal(np.sort(np.concatenate(owned)), np.arange(null))
+
+
+def check_contents(pools, places, tokens):
+  """Tokens f[2, n, D] of a list are in the pages of both pools, to the bit, where they have one."""
+  for page, place in enumerate(places[: -(-tokens.shape[1] // C)]):
+    for pool, whole in zip(pools, tokens, strict=True):
+      if place < len(pool):
+        part = whole[page * C : (page + 1) * C]
+        np.testing.assert_array_equal(np.asarray(pool[place])[: len(part)], part)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after the token", "before it"])
 def test_random_steps_beside_sets(early):
-  """Pages, slots, contents and counts of every list after every step; no token is ever lost."""
-  rng = np.random.default_rng(5)
+  """Places, contents and counts of every list after every step; no token is ever lost."""
+  rng, lengths = np.random.default_rng(5), np.array(STARTS)
   truth = rng.normal(size=(2, 3, B, K, PAGES * C, D)).astype(np.float32)
-  lengths = np.array(STARTS)
   known = np.where(np.arange(PAGES * C)[:, None] < lengths[:, None, None, None], truth, np.nan)
   state = sealed(known.reshape(2, 3, B, K, PAGES, C, D), jnp.asarray(lengths, jnp.int32))
-  tables = [np.asarray(table).copy() for table in state.store_state.tables]
+  tables = [np.array(table) for table in state.store_state.tables]
   counts = dict.fromkeys(("selected", "resident", "moved", "pages_used", "pages_hit"), 0)
   for _ in range(STEPS):
-    lengths = lengths + 1
-    pages, masks = selections(rng, lengths)
-    new = np.take_along_axis(truth, (lengths - 1)[None, None, :, None, None, None], axis=4)[
-      ..., 0, :
-    ]
+    pages, masks = selections(rng, lengths + 1)
+    new = np.stack([truth[:, :, b, :, n] for b, n in enumerate(lengths)], axis=2)
     read, state = step(early, state, tuple(new.swapaxes(0, 1)), pages, masks)
+    lengths = lengths + 1
     kept = [np.asarray(jax.device_put(x, jax.memory.Space.Device)) for x in state.host]
     for layer, (ids, mask, *pools) in enumerate(read):
-      null, slots = len(pools[0]), set()
+      null, pools = len(pools[0]), [*map(np.asarray, pools)]
+      after = np.array(state.store_state.tables[layer])
+      check_owners(layer, after, null)
       for b, head in np.ndindex(B, K):
         wanted = set(pages[layer, b, head][masks[layer, b, head]].tolist())
-        row, tiered = tables[layer][b, head], head in TIERED[layer]
-        here = {page for page in wanted if row[page] != null}
-        sizes = {page: min(C, lengths[b] - page * C) for page in wanted}
-        counts["selected"] += sum(sizes.values())
-        counts["resident"] += sum(sizes[page] for page in here)
-        counts["pages_used"] += len(wanted)
-        counts["pages_hit"] += len(here)
-        if tiered:
-          begins = {lengths[b] // C} if lengths[b] % C == 0 and lengths[b] < PAGES * C else set()
-          row, came = by_hand(row, wanted | begins, null)
-          counts["moved"] += C * len(came - begins)
-        after = np.asarray(state.store_state.tables[layer][b, head])
-        np.testing.assert_array_equal(after, row)
-        tables[layer][b, head] = after
-        live = after[after != null].tolist()
-        assert len(live) == (BUDGET + 1 if tiered else PAGES)
-        assert not slots & {*live} and len({*live}) == len(live), "two entries share a page"
-        slots |= {*live}
-        for which in range(2):
-          mine = truth[which, layer, b, head, : lengths[b]]
-          for page in range(-(-lengths[b] // C)):
-            tokens = mine[page * C : (page + 1) * C]
-            if after[page] != null:
-              np.testing.assert_array_equal(pools[which][after[page]][: len(tokens)], tokens)
-            if tiered:
-              place = np.asarray(state.table)[layer, b, head, page]
-              np.testing.assert_array_equal(kept[which][place][: len(tokens)], tokens)
-        used = np.asarray(mask[b, head]).any(axis=-1)
-        assert (np.asarray(ids[b, head])[used] == after[sorted(wanted)]).all()
-        assert (np.asarray(ids[b, head])[used] < null).all(), "the null page was read"
-      assert len(slots) == null, "a page of the pool is nobody's"
-  assert {name: counts[name] for name in counts} == {
-    name: count for name, count in totals(state).items() if name in counts
-  }
+        before, places = tables[layer][b, head], after[b, head]
+        add_counts(counts, wanted, before, lengths[b], null)
+        tokens = truth[:, layer, b, head, : lengths[b]]
+        check_contents(pools, places, tokens)
+        if head in TIERED[layer]:
+          expected, moved = by_hand(before, wanted, lengths[b], null)
+          counts["moved"] += C * moved
+          check_contents(kept, np.asarray(state.table)[layer, b, head], tokens)
+        else:
+          expected = before
+        np.testing.assert_array_equal(places, expected)
+        read_pages = np.asarray(ids[b, head])[np.asarray(mask[b, head]).any(axis=-1)]
+        np.testing.assert_array_equal(read_pages, places[sorted(wanted)])
+        assert (read_pages < null).all(), "the null page was read"
+      tables[layer] = after
+  found = totals(state)
+  assert counts == {name: found[name] for name in counts}
   assert counts["moved"] > 0 and not np.asarray(state.overflow).any()
+
+
+def test_the_newest_pages_stay_after_a_prompt():
+  """And the place of the next one, so that a row that fits never moves anything."""
+  state = sealed(jnp.zeros((2, 3, B, K, PAGES, C, D)), jnp.asarray(STARTS, jnp.int32)).store_state
+  for layer, b, head in np.ndindex(3, B, K):
+    live = np.flatnonzero(np.asarray(state.tables[layer][b, head]) < state.pools[layer].num_pages)
+    first = max(-(-STARTS[b] // C) - BUDGET, 0) if head in TIERED[layer] else 0
+    last = first + BUDGET if head in TIERED[layer] else PAGES - 1
+    assert live.tolist() == list(range(first, last + 1))
 
 
 def test_more_pages_than_slots_are_told():
