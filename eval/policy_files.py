@@ -24,7 +24,7 @@ def policy_files(specs: Sequence[str]) -> list[str]:
   for name, options in map(split_spec, specs):
     if name.endswith(".py") and Path(name).expanduser().is_file():
       found += [name, *_beside(Path(name))]
-    profile = options.get("profile", "").strip("\"'")
+    profile = options.get("profile", "").strip("\"'").partition("#")[0]  # FILE#WHICH
     found += [profile] if profile and Path(profile).expanduser().is_file() else []
   return list(dict.fromkeys(found))
 
