@@ -8,22 +8,31 @@ def register(model, cache):
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 
 from kvjax.config import ModelConfig
+from kvjax.profiling.head_stability import METHOD
 from kvjax.profiling.profile import Profile, check_model, load_profile
+from kvjax.profiling.unstable_heads import check_heads
 
 Source = str | Path | Profile | None
 
 
-def read(policy: str, profile: Source, method: str, **instead: Sized | None) -> Profile | None:
+def read(
+  policy: str,
+  profile: Source,
+  method: str,
+  load: Callable[[str | Path], Profile] | None = None,
+  **instead: Sized | None,
+) -> Profile | None:
   """What the option stands for; None where it was not given.
 
   Args:
     policy: its name.
     profile: a profile, or the path of one.
     method: what it must be a profile of.
+    load: reads a path; None for `load_profile`.
     **instead: options by name that say the same, None or empty where they were not given.
 
   Raises:
@@ -37,7 +46,7 @@ def read(policy: str, profile: Source, method: str, **instead: Sized | None) -> 
       raise ValueError(f"policy {policy!r} takes a profile or {option}, not both; leave one out")
   if not isinstance(profile, Profile):
     try:
-      return load_profile(profile, method)
+      return load(profile) if load else load_profile(profile, method)
     except ValueError as error:
       raise ValueError(f"policy {policy!r}, option profile: {error}") from error
   if profile.method != method:
@@ -52,6 +61,9 @@ def check(policy: str, profile: Profile | None, model: ModelConfig) -> None:
   if profile is None:
     return
   try:
-    check_model(profile, model.content_hash)
+    if profile.method == METHOD:
+      check_heads(profile, model)
+    else:
+      check_model(profile, model.content_hash)
   except ValueError as error:
     raise ValueError(f"policy {policy!r}: {error}") from error

@@ -16,6 +16,7 @@ one of the list, where in the original it comes on top of the list, one page in 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,12 @@ import jax.numpy as jnp
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies import _lists as lists
 from kvjax.policies import _pages as pages
+from kvjax.policies import _profile
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import Listed
 from kvjax.policies._stores import recalling_pages
+from kvjax.profiling.head_stability import METHOD
+from kvjax.profiling.unstable_heads import check_pages, load_heads
 from kvjax.types import SELECT, Inputs, LayerPlan, Policy, Selection, State
 
 
@@ -34,6 +38,7 @@ def flexicache(
   page_size: int = 16,
   *,
   unstable_heads: Collection[Sequence[int]] = (),
+  profile: _profile.Source = None,
   period: int = 16,
   score: str = "minmax",
 ) -> Policy:
@@ -44,20 +49,29 @@ def flexicache(
     page_size: C.
     unstable_heads: pairs of layer and KV head that are ranked at every step; a quarter of all heads
       in the original, by a profile of the model.
+    profile: `scripts.profile_heads` of this very model and budget, or its path, or that of a set
+      that the authors published (`kvjax.profiling.unstable_heads`); instead of the above.
     period: steps between two rankings of the others.
     score: what is kept of a page's keys and scored, see `quest`.
 
   Raises:
-    ValueError: an argument outside these ranges; at `register`, a head that the model lacks.
+    ValueError: an argument outside these ranges, a profile of another number of pages; at
+      `register`, a head that the model lacks, a profile of another model.
   """
   if period < 1:
     raise ValueError(f"period {period} must be at least 1")
   # The last page, and those that begin until the list is replaced.
   width = pages.pages_of_budget(budget_tokens, page_size, 1 + -(-period // page_size))
   pages.check_option("score", score, DIGESTS)
+  load = partial(load_heads, pages=width, page_size=page_size)
+  measured = _profile.read("flexicache", profile, METHOD, load, unstable_heads=unstable_heads)
+  if measured is not None:
+    check_pages(measured, width, page_size)
+    unstable_heads = measured.arrays["unstable_heads"].tolist()
   digest, unstable_pairs = DIGESTS[score], lists.heads_of(unstable_heads)
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
+    _profile.check("flexicache", measured, model)
     lists.check_heads("flexicache", "unstable_heads", unstable_pairs, model)
     plan = LayerPlan(
       (SELECT,) * model.num_layers, on_device=lists.heads_by_layer(unstable_pairs, model.num_layers)
