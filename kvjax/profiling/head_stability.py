@@ -77,6 +77,19 @@ def instability(
   return np.stack(scores)
 
 
+def by_distance(chosen: np.ndarray, pages: np.ndarray, steps: Sequence[int]) -> np.ndarray:
+  """f64[len(steps), ...]: mean RCO of every step with the one so many steps later (Fig. 1).
+
+  Args:
+    chosen: bool[S, ..., P], as for `instability`.
+    pages: i[S].
+    steps: distances, each from 1 and under S.
+  """
+  there = np.reshape(pages, (len(chosen), *(1,) * (chosen.ndim - 2)))
+  means = [overlap_beyond_chance(chosen[:-d], chosen[d:], there[d:]).mean(axis=0) for d in steps]
+  return np.stack(means)
+
+
 def most_unstable(scores: np.ndarray, count: int) -> np.ndarray:
   """i64[windows, M], ascending: the M heads of f64[windows, heads] with the highest scores."""
   order = np.argsort(-scores, axis=-1, kind="stable")

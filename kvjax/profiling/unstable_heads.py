@@ -108,14 +108,13 @@ def _of_another(profile: Profile, has: str, shape: tuple[int, int]) -> str:
 
 
 def _ours(content: Mapping[str, Any]) -> Profile:
-  arrays = {
-    "unstable_heads": _pairs(content["unstable_heads"]),
-    "instability": np.array(content["instability"], np.float64),
-  }
-  settings = content["settings"]
+  about = {name: content[name] for name in Profile._fields if name != "arrays"}
+  arrays = {name: np.array(content[name]) for name in content.keys() - about.keys()}
+  arrays["unstable_heads"] = _pairs(content["unstable_heads"])
+  settings = about["settings"]
   if {"pages", "page_size"} - {*settings} or [*arrays["instability"].shape] != settings["shape"]:
     raise KeyError("settings")
-  return Profile(content["method"], content["model"], content["content_hash"], settings, arrays)
+  return Profile(**about, arrays=arrays)
 
 
 def _pairs(heads: Any) -> np.ndarray:

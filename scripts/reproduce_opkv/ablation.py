@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.results import Row
-from scripts.reproduce_opkv.case import Case, Comparison, Item, row_of
+from scripts.reproduce_opkv.case import Case, row_of
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproduce_opkv.driving import drive, moves
 from scripts.reproduce_opkv.following import follow
+from scripts.reproducing import Comparison, Item
 
 VARIANTS = {  # store -> what it is, and the paper's loss of throughput (InfiniGen / OmniKV)
   "op_block": ("OPKV", "-"),

@@ -1,9 +1,7 @@
-"""What an item of the paper is, and what it is run on."""
+"""What an item of the paper is run on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from eval.replay import Recording
@@ -43,42 +41,6 @@ class Case(NamedTuple):
   def prompt_tokens(self) -> int:
     """Tokens of the prompt."""
     return len(self.recording.prompts[0])
-
-
-class Comparison(NamedTuple):
-  """A number of the paper beside ours.
-
-  Attributes:
-    figure: where the paper has it.
-    what: what it is.
-    paper: the paper's.
-    ours: ours.
-    reason: why they differ.
-  """
-
-  figure: str
-  what: str
-  paper: str
-  ours: str
-  reason: str
-
-
-class Item(NamedTuple):
-  """A figure of the paper.
-
-  Attributes:
-    run: `run(case) -> rows`, what was measured.
-    plot: `plot(rows, title, path)`, a PNG of it.
-    compare: `compare(rows)`, with the paper's numbers.
-    columns: fields of the rows that a table shows.
-    timed: it takes times; otherwise it counts, and the machine does not matter.
-  """
-
-  run: Callable[[Case], list[Row]]
-  plot: Callable[[Sequence[Row], str, Path], None]
-  compare: Callable[[Sequence[Row]], list[Comparison]]
-  columns: tuple[str, ...]
-  timed: bool = False
 
 
 def cache_config(case: Case, batch_size: int = 1) -> CacheConfig:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.results import Row
-from scripts.reproduce_opkv.case import Case, Comparison, Item, row_of
+from scripts.reproduce_opkv.case import Case, row_of
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproduce_opkv.driving import drive, moves
 from scripts.reproduce_opkv.following import follow
+from scripts.reproducing import Comparison, Item
 
 EVICTIONS = ("fifo", "lru", "s3fifo")
 SLACKS = (1.0, 1.1, 1.2, 1.5)

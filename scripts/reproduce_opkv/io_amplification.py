@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from eval.results import Row
-from scripts.reproduce_opkv.case import Case, Comparison, Item, row_of
+from scripts.reproduce_opkv.case import Case, row_of
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproduce_opkv.driving import Counts, drive, moves
 from scripts.reproduce_opkv.following import Followed, follow
+from scripts.reproducing import Comparison, Item
 
 COLUMNS = (
   *("policy", "store", "selected_ratio", "moved_per_selected", "moved_per_selected_cold"),

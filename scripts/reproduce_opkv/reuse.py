@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from eval.results import Row
-from scripts.reproduce_opkv.case import Case, Comparison, Item, row_of
+from scripts.reproduce_opkv.case import Case, row_of
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproduce_opkv.following import follow
+from scripts.reproducing import Comparison, Item
 
 WINDOWS = (1, 2, 4, 8)
 PAPER_LAYER = 7

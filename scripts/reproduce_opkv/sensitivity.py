@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.results import Row
-from scripts.reproduce_opkv.case import Case, Comparison, Item, row_of
+from scripts.reproduce_opkv.case import Case, row_of
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproduce_opkv.driving import drive, moves
 from scripts.reproduce_opkv.following import Followed, follow
+from scripts.reproducing import Comparison, Item
 
 BLOCK_SIZES = (8, 16, 32)
 RHOS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from eval.results import Row
-from scripts.reproduce_opkv.case import Case, Comparison, Item, row_of
+from scripts.reproduce_opkv.case import Case, row_of
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproduce_opkv.following import Followed, follow
 from scripts.reproduce_opkv.io_amplification import density
+from scripts.reproducing import Comparison, Item
 
 COLUMNS = (
   *("policy", "selected_ratio", "touched_ratio", "selected_per_touched_page"),

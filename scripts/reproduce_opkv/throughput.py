@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.results import Row
-from scripts.reproduce_opkv.case import Case, Comparison, Item
+from scripts.reproduce_opkv.case import Case
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproduce_opkv.timing import batches, of_store, policies, time_stores
+from scripts.reproducing import Comparison, Item
 
 COLUMNS = (
   *("policy", "store", "batch_size", "tpot_s_p50", "tpot_s_p99", "decode_tokens_per_s"),

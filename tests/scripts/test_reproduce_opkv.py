@@ -17,12 +17,13 @@ from eval.results import append_row, read_rows, table
 from kvjax import CacheConfig
 from models import load
 from scripts.profile_policy import passage
-from scripts.reproduce import ITEMS, SMALL_MODEL, STORES
 from scripts.reproduce_opkv import eviction, io_amplification, reuse, sensitivity, spread
 from scripts.reproduce_opkv.case import Case
 from scripts.reproduce_opkv.driving import drive
 from scripts.reproduce_opkv.following import follow
+from scripts.reproduce_opkv.starting import ITEMS, STORES
 from scripts.reproduce_opkv.timing import WARM_UP
+from scripts.reproducing import SMALL_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 ALICE = ROOT / "tests" / "data" / "alice_opening.txt"
@@ -181,7 +182,7 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "expected"),
   [
-    (["--item=fig9"], "should be one of <io_amplification|"),
+    (["--item=fig9"], "--paper=opkv has no --item=fig9; expected one of io_amplification, reuse"),
     (["--item=reuse", "--policies=best"], "unknown policy 'best'"),
     (["--item=throughput", "--stores=op_block,resident"], "'resident' has no host tier"),
     (["--item=ablation", "--prompt_tokens=900000"], "exceed the context of 4096"),
