@@ -25,7 +25,7 @@ def run(case: Case) -> list[Row]:
   rows = []
   for pages in case.budgets:
     overlap, unstable = mean_by_distance(case.traces, pages, distances), unstable_mask(case, pages)
-    layer = telling_layer(1 - overlap[distances.index(8)], np.argwhere(unstable).tolist())
+    layer = telling_layer(1 - overlap[len(distances) // 2], np.argwhere(unstable).tolist())
     kinds = groups_of(case, pages)
     for head in range(case.config.num_kv_heads):
       mask = np.zeros_like(unstable)

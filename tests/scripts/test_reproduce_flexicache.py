@@ -1,0 +1,171 @@
+"""FlexiCache's counted figures: by hand on made-up traces, and the command on the small model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.results import append_row, read_rows, table
+from kvjax.config import ModelConfig
+from scripts import page_traces
+from scripts.page_traces import Trace
+from scripts.reproduce_flexicache import importance, memory, promoted
+from scripts.reproduce_flexicache.case import Case
+from scripts.reproduce_flexicache.starting import ITEMS, SHAPE_ONLY
+
+ROOT = Path(__file__).resolve().parents[2]
+ALICE = ROOT / "tests" / "data" / "alice_opening.txt"
+LAYERS, K, PAGES, STEPS, PROMPT = 4, 2, 6, 20, 640
+CONFIG = ModelConfig("llama", LAYERS, 4, K, 16, 64, 64, 100, 8192)
+
+
+def _trace(name, seed):
+  """Head (l, h) keeps its pages the longer the higher l * K + h is; the last page is forced."""
+  rng = np.random.default_rng(seed)
+  lengths = PROMPT + 1 + np.arange(STEPS)
+  there, total = -(-lengths // 16), -(-lengths[-1] // 16)
+  mass = np.zeros((STEPS, LAYERS, K, total), np.float16)
+  chosen = np.zeros((STEPS, LAYERS, K, total), bool)
+  likes = rng.random((LAYERS, K, total))
+  for step in range(STEPS):
+    change = np.linspace(1, 0.02, LAYERS * K).reshape(LAYERS, K, 1)
+    likes = (1 - change) * likes + change * rng.random(likes.shape)
+    seen = np.where(np.arange(total) < there[step], likes**4, 0)
+    mass[step] = seen / seen.sum(axis=-1, keepdims=True)
+    ranked = seen.copy()
+    ranked[..., there[step] - 1] = np.inf
+    np.put_along_axis(chosen[step], np.argsort(-ranked, axis=-1)[..., :PAGES], True, axis=-1)
+  said = {"name": name, "sha256": "", "sample": 0, "prompt_tokens": PROMPT, "page_size": 16}
+  return Trace(said | {"steps": STEPS, "content_hash": ""}, {PAGES: chosen}, mass)
+
+
+@pytest.fixture(scope="module")
+def case():
+  traces = _trace("book", 0), _trace("talk", 1), _trace("book", 2)
+  return Case("made-up", CONFIG, traces, (PAGES,), 16, 0.25, 5, "whole_page", (200, 1000))
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_an_item(name, case, tmp_path):
+  item = ITEMS[name]
+  for row in item.run(case):
+    append_row(tmp_path, row)
+  rows = read_rows(tmp_path)
+  assert table(rows, item.columns).count("\n") == len(rows) + 1
+  assert all(any(row[column] is not None for row in rows) for column in item.columns)
+  item.plot(rows, "a $title", tmp_path / "plot.png")
+  assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+  assert all(one.paper and one.ours and one.reason for one in item.compare(rows))
+
+
+def test_what_is_promoted_by_hand(case):
+  trace = case.traces[0]
+  found = promoted.promoted(trace, PAGES, 5)
+  ranked = [0, 4, 9, 14, 19]  # steps 1, 5, 10, 15, 20 from 1
+  assert found.shape == (len(ranked) - 1, LAYERS, K)
+  for place, (old, new) in enumerate(itertools.pairwise(ranked)):
+    for layer in range(LAYERS):
+      for head in range(K):
+        before = set(np.flatnonzero(trace.chosen[PAGES][old, layer, head]))
+        after = set(np.flatnonzero(trace.chosen[PAGES][new, layer, head]))
+        away = {page for page in after - before if page < trace.pages[old]}
+        assert found[place, layer, head] == pytest.approx(len(away) / PAGES)
+  assert found[:, 0].mean() > found[:, -1].mean() + 0.2
+  assert len(promoted.promoted(trace, PAGES, 1)) == STEPS - 1
+  rows = {(row["text"], row["heads"]): row for row in promoted.run(case)}
+  assert rows["book", "stable"]["reranks"] == 2 * 4 and rows["talk", "stable"]["reranks"] == 4
+  share = rows["talk", "stable"]["promoted_ratio"]
+  assert rows["talk", "stable"]["promoted_bytes"] == pytest.approx(
+    share * PAGES * 6 * 2 * 16 * 16 * 4
+  )
+
+
+def test_what_a_stale_list_loses_by_hand(case):
+  trace = case.traces[0]
+  found = importance.losses(trace, PAGES, (3,))[0]
+  for layer, head in ((0, 0), (2, 1)):
+    lost = []
+    for step in range(3, STEPS):
+      born = set(range(trace.pages[step - 3], trace.chosen[PAGES].shape[-1]))
+      lists = [set(np.flatnonzero(trace.chosen[PAGES][at, layer, head])) for at in (step, step - 3)]
+      fresh, stale = (
+        sum(float(trace.mass[step, layer, head, page]) for page in one | born) for one in lists
+      )
+      lost.append(fresh - stale)
+    assert found[layer, head] == pytest.approx(np.mean(lost), abs=1e-9)
+  left_out = importance.unimportant(trace, PAGES)
+  first = set(np.flatnonzero(trace.chosen[PAGES][0, 1, 0]))
+  others = [page for page in range(trace.pages[0]) if page not in first]
+  assert left_out[7, 1, 0] == pytest.approx(trace.mass[7, 1, 0, others].astype(float).sum())
+
+
+def test_memory_is_that_of_the_closed_form():
+  """A quarter of the heads whole and 65 pages of 1,250 of the others: 0.75 (1 - 65/1,250)."""
+  config = ModelConfig("llama", 8, 8, 4, 128, 64, 64, 100, 131072)
+  case = Case("shape", config, (), (64,), 16, 0.25, 16, "head_tiered", (20_000,))
+  assert memory.closed_form(case, 64, 20_000) == pytest.approx(0.75 * (1 - 65 / 1250))
+  assert memory.closed_form(case, 64, 1000) == 0
+  heads = memory.evenly(0.25, 32, 4)
+  assert len({*heads}) == 8 and all(layer < 8 and head < 4 for layer, head in heads)
+  assert memory.evenly(0, 32, 4) == []
+
+
+def test_what_has_no_answer_is_refused(case):
+  with pytest.raises(ValueError, match="1 texts with 2 of 8 heads unstable have no overlap"):
+    ITEMS["overlap"].run(case._replace(traces=case.traces[:1]))
+  with pytest.raises(ValueError, match="a period of 40 steps ranks nothing twice"):
+    ITEMS["promoted"].run(case._replace(period=40))
+
+
+def _run(folder, *arguments):
+  command = [sys.executable, "-m", "scripts.reproduce", "--paper=flexicache", "--out_dir=out"]
+  environment = os.environ | {"PYTHONPATH": str(ROOT)}
+  return subprocess.run(
+    [*command, "--small", *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=folder,
+    env=environment,
+  )
+
+
+def test_the_command(tmp_path):
+  files = f"--text_files={ALICE},records"
+  done = _run(
+    tmp_path, "--item=overlap", files, "--prompt_tokens=200", "--output_tokens=16", "--period=8"
+  )
+  assert done.returncode == 0, done.stderr
+  assert "texts   alice_opening, 216 tokens; records, 216 tokens" in done.stdout
+  assert "\nTable 1: " in done.stdout and done.stdout.endswith("written to out\n")
+  names = {path.name for path in (tmp_path / "out").iterdir()}
+  assert names == {"results.jsonl", "manifest.json", "comparison.json", "overlap.png"}
+  manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+  assert manifest["flags"]["fraction"] == 0.25 and {*manifest["data"]} == {
+    "alice_opening",
+    "records",
+  }
+
+
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
+  page_traces.save(tmp_path / "traces" / "one.npz", _trace("book", 0))
+  for arguments, expected in (
+    (("--item=fig9",), "--paper=flexicache has no --item=fig9; expected one of rco, overlap, "),
+    (("--item=rco", "--traces=traces"), "traces has no trace of small-llama; make some with"),
+    (("--item=memory", "--store=attic"), "unknown store 'attic'"),
+  ):
+    done = _run(tmp_path, *arguments)
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and expected in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_shapes_need_no_text():
+  assert {*SHAPE_ONLY} < {*ITEMS}
