@@ -7,6 +7,7 @@ ranks the pages of every head as it would if it decided.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import zipfile
@@ -31,7 +32,8 @@ class Trace(NamedTuple):
   """What was seen of S steps of a text.
 
   Attributes:
-    about: what was read: name, sha256, sample, prompt_tokens, steps, page_size, model's hash.
+    about: what was read: name and sha256 of the text, sample and sha256 of the passage's tokens
+      (i32, little endian), prompt_tokens, steps, page_size, hash of the model.
     chosen: by K, bool[S, L, K, P]: the K pages that each KV head chooses.
     mass: f16[S, L, K, P]: share of attention on each page, the mean over the G query heads.
   """
@@ -78,6 +80,7 @@ def about(loaded: Loaded, passage: Passage, steps: int, page_size: int) -> dict[
     "name": passage.name,
     "sha256": passage.sha256,
     "sample": passage.sample,
+    "passage_sha256": hashlib.sha256(np.array(passage.tokens, "<i4").tobytes()).hexdigest(),
     "prompt_tokens": len(passage.tokens) - steps,
     "steps": steps,
     "page_size": page_size,

@@ -85,9 +85,9 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
       ("saved_with_metadata_ratio", "with page bounds and tables"),
     ):
       xs, ys = lines.setdefault(f"{label}, budget {row['budget_tokens']:,}", ([], []))
-      xs.append(row["prompt_tokens"])
+      xs.append(row["prompt_tokens"] / 1000)
       ys.append(row[name])
-  draw([Panel("tokens", "device memory saved", lines, paper=0.75)], title, path)
+  draw([Panel("tokens, thousands", "device memory saved", lines, paper=0.75)], title, path)
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:

@@ -71,5 +71,5 @@ def test_modules_of_the_same_name_elsewhere_are_none_of_it(folder, tmp_path):
 
 def test_profiles_and_files_that_are_not_there(tmp_path):
   (tmp_path / "a.npz").touch()
-  specs = [f"omnikv:profile={tmp_path}/a.npz", f"omnikv:profile={tmp_path}/b.npz", "none.py"]
+  specs = [f"omnikv:profile={tmp_path}/a.npz#which", f"omnikv:profile={tmp_path}/b.npz", "none.py"]
   assert policy_files(specs) == [f"{tmp_path}/a.npz"]
