@@ -12,7 +12,7 @@ gets a profile for each budget, which is an option of the policy, and two pictur
 
 A run that was cut short goes on where it was when the same command is given again: what was seen of
 each passage is kept in OUT_DIR/traces, which may be deleted afterwards. profiles/ has profiles of
-SmolLM2 and of the small models.
+SmolLM2 and of small-llama.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def start(args: flags.FlagValues, name: str) -> Started:
     data = {one.name: one.sha256 for one in passages}
     _say(loaded, [f"{one.name}, {len(one.tokens):,} tokens" for one in passages], asked)
   else:
-    passages, kept = [], _kept(Path(args.traces), loaded, budgets)
+    passages, kept = [], kept_traces(Path(args.traces), loaded, budgets)
     data = {one.name: one.about["sha256"] for one in kept}
     _say(loaded, [f"{args.traces}, {len(kept)} traces"], asked)
 
@@ -137,7 +137,7 @@ def _case(args, model: str, config, traces, budgets: Sequence[int], contexts) ->
   )
 
 
-def _kept(folder: Path, loaded: Loaded, budgets: Sequence[int]) -> list[Trace]:
+def kept_traces(folder: Path, loaded: Loaded, budgets: Sequence[int]) -> list[Trace]:
   """The traces of a folder that are of this model.
 
   Raises:

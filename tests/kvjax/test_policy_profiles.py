@@ -15,6 +15,7 @@ from kvjax.profiling import (
   check_model,
   duo_gates,
   filter_layers,
+  load_heads,
   load_profile,
   save_profile,
   skewing,
@@ -145,7 +146,7 @@ def test_the_kept_profiles():
   hashes = {name: files_hash([folder / "model.safetensors"]) for name, folder in small.items()}
   hashes[SMOLLM2_NAME] = SMOLLM2.sha256
   methods = (duo_gates.METHOD, filter_layers.METHOD)
-  names = sorted(path.stem for path in (ROOT / "profiles").iterdir())
+  names = sorted(path.stem for path in (ROOT / "profiles").glob("*.npz"))
   assert names == [f"{model}-{method}" for model in hashes for method in methods]
   for name in names:
     model, _, method = name.rpartition("-")
@@ -153,6 +154,19 @@ def test_the_kept_profiles():
     check_model(profile, hashes[model])
     assert profile.model == model
     make_policy(policies[method], profile=profile)
+  heads = {path.stem.rpartition("-heads-")[::2] for path in (ROOT / "profiles").glob("*.json")}
+  assert heads == {
+    *(("small-llama", pages) for pages in ("8", "16")),
+    *((SMOLLM2_NAME, pages) for pages in ("64", "128")),
+  }
+  for name, pages in heads:
+    profile = load_heads(ROOT / "profiles" / f"{name}-heads-{pages}.json", int(pages), 16)
+    check_model(profile, hashes[name])
+    unstable, scores = profile.arrays["unstable_heads"], profile.arrays["instability"]
+    assert profile.model == name and len(unstable) == round(scores.size / 4)
+    mask = np.zeros(scores.shape, bool)
+    mask[tuple(unstable.T)] = True
+    assert scores[mask].mean() > scores[~mask].mean() + 0.1
 
 
 def _refused(call, message):

@@ -14,11 +14,13 @@ import pytest
 
 from eval.results import append_row, read_rows, table
 from kvjax.config import ModelConfig
+from models import load
 from scripts import page_traces
 from scripts.page_traces import Trace
 from scripts.reproduce_flexicache import importance, memory, promoted
 from scripts.reproduce_flexicache.case import Case
-from scripts.reproduce_flexicache.starting import ITEMS, SHAPE_ONLY
+from scripts.reproduce_flexicache.starting import ITEMS, SHAPE_ONLY, kept_traces
+from scripts.reproducing import SMALL_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 ALICE = ROOT / "tests" / "data" / "alice_opening.txt"
@@ -155,16 +157,24 @@ def test_the_command(tmp_path):
 
 
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
-  page_traces.save(tmp_path / "traces" / "one.npz", _trace("book", 0))
-  for arguments, expected in (
-    (("--item=fig9",), "--paper=flexicache has no --item=fig9; expected one of rco, overlap, "),
-    (("--item=rco", "--traces=traces"), "traces has no trace of small-llama; make some with"),
-    (("--item=memory", "--store=attic"), "unknown store 'attic'"),
-  ):
-    done = _run(tmp_path, *arguments)
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and expected in line
-    assert not (tmp_path / "out").exists()
+  done = _run(tmp_path, "--item=fig9")
+  [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+  assert "--paper=flexicache has no --item=fig9; expected one of rco, overlap, " in line
+  assert done.returncode == 2 and not (tmp_path / "out").exists()
+
+
+def test_traces_of_something_else_are_refused(tmp_path):
+  loaded = load(str(SMALL_MODEL))
+  with pytest.raises(ValueError, match="has no trace of small-llama; make some with"):
+    kept_traces(tmp_path, loaded, [PAGES])
+  one = _trace("book", 0)
+  page_traces.save(tmp_path / "other.npz", one)
+  page_traces.save(
+    tmp_path / "one.npz", one._replace(about=one.about | {"content_hash": loaded.content_hash})
+  )
+  assert len(kept_traces(tmp_path, loaded, [PAGES])) == 1
+  with pytest.raises(ValueError, match="are of budgets of 6 pages, expected 6, 7; give --budget_t"):
+    kept_traces(tmp_path, loaded, [PAGES, 7])
 
 
 def test_shapes_need_no_text():
