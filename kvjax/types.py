@@ -136,7 +136,9 @@ class Inputs(NamedTuple):
     k: f[B, S, K, D], as the store keeps them.
     v: f[B, S, K, D].
     positions: i32[B, S], true positions.
-    valid: bool[B, S], False for padding.
+    valid: bool[B, S], False for padding. In decode False for a row that sits the step out: its
+      length is 0 and its position beyond every slot, so that what a policy writes by position goes
+      nowhere, and what it holds of the row must stay as it is.
     hidden: f[B, S, E], input of the layer's projections.
     project: `project(layer) -> f[B, S, H, D]`: queries that another layer would make of hidden,
       after the position rule.

@@ -24,13 +24,16 @@ from pallas_kernels.selected_decode_attention import selected_decode_attention
 
 Watch = Callable[[int, Selection], None]
 
+NOWHERE = 1 << 30  # a position, and a slot, beyond all that any cache has: nothing is written there
+
 
 class Call(NamedTuple):
   """What one forward pass is about.
 
   Attributes:
     positions: i32[B, S], true positions of its tokens.
-    valid: bool[B, S], False for padding.
+    valid: bool[B, S], False for padding, and in decode for a row that sits the step out. Such a row
+      has position NOWHERE and length 0, so that nothing of it is written, wanted or read.
     lengths: i32[B], tokens of each row including those of this call.
   """
 
@@ -57,6 +60,16 @@ class Setting(NamedTuple):
   rotate: Rotate
   query: Callable[[int, jax.Array], jax.Array]
   config: CacheConfig
+
+
+def one_token(lengths: jax.Array, active: jax.Array | None = None) -> Call:
+  """The call of a decode step after lengths i32[B] tokens; rows that are not active bool[B], if
+  given, sit it out."""
+  positions = lengths[:, None]
+  if active is None:
+    return Call(positions, jnp.ones_like(positions, bool), lengths + 1)
+  positions = jnp.where(active[:, None], positions, NOWHERE)
+  return Call(positions, active[:, None], jnp.where(active, lengths + 1, 0))
 
 
 def prefill_attend(setting: Setting, call: Call) -> Attend:
@@ -121,7 +134,8 @@ def decode_attend(setting: Setting, call: Call, watch: Watch | None = None) -> A
     kept = cache.contiguous[layer]
     if kept is not None:
       k, q = rotate(k, call.positions), rotate(q, call.positions)
-      kept = contiguous.append_token(kept, k[:, 0], v[:, 0], config.slot(call.positions[:, 0]))
+      slot = jnp.where(call.valid, config.slot(call.positions), NOWHERE)[:, 0]
+      kept = contiguous.append_token(kept, k[:, 0], v[:, 0], slot)
       cache = _with_layer(cache, layer, kept)
       cache = fetch_ahead(_watched(setting, call, layer, q, k, v, cache, hidden), layer)
       q_heads = _grouped(q, k.shape[2])
@@ -142,6 +156,7 @@ def decode_attend(setting: Setting, call: Call, watch: Watch | None = None) -> A
 
     position = call.positions[:, 0]
     slots, cache = store.place(cache, row, position, victims)
+    slots = jnp.where(call.valid, slots, NOWHERE)
     cache = store.append(cache, row, k[:, 0], v[:, 0], position, slots)
     state = policy.preprocess(cache.policy_state, inputs(cache))
     selection, state = policy.select(state, inputs(cache))

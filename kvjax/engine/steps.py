@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from kvjax.cache import OVERFLOW, CacheBytes, KVCache, allocate, cache_bytes, host
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.engine import sharded
-from kvjax.engine.attend import Call, Setting, decode_attend, prefill_attend
+from kvjax.engine.attend import Call, Setting, decode_attend, one_token, prefill_attend
 from kvjax.engine.placing import make_store
 from kvjax.engine.sampling import sample
 from kvjax.types import LayerPlan, Model, Params, Policy, Store
@@ -186,25 +186,25 @@ def _specs(runner: Runner, mesh: Mesh) -> dict[str, Any]:
   }
 
 
-def _on_mesh(step: Callable, takes: tuple[str, ...], gives: Any) -> Callable:
+def _on_mesh(step: Callable, takes: tuple[str, ...], gives: Any, *, first: int = 0) -> Callable:
   """`step(runner, ..., *arrays)`, which every device runs on its part where there is a mesh.
 
   Args:
     step: the step of one device.
-    takes: names in `_specs` of the arrays, which are its last arguments.
+    takes: names in `_specs` of the arrays that it takes.
     gives: a pytree of names in `_specs`, of what it returns.
+    first: static arguments between the runner and the arrays.
   """
 
   @wraps(step)
   def run(runner: Runner, *args):
     if runner.mesh is None:
       return step(runner, *args)
-    specs, first = _specs(runner, runner.mesh), len(args) - len(takes)
-    part = _part(runner, runner.mesh.shape)
+    specs, part = _specs(runner, runner.mesh), _part(runner, runner.mesh.shape)
     on_devices = jax.shard_map(
       partial(step, part, *args[:first]),
       mesh=runner.mesh,
-      in_specs=tuple(specs[name] for name in takes),
+      in_specs=tuple(specs[name] for name in takes[: len(args) - first]),
       out_specs=jax.tree.map(specs.__getitem__, gives),
       check_vma=False,  # loops carry what differs between devices beside what does not
     )
@@ -246,14 +246,16 @@ def _prefill(
 
 
 def _decode(
-  runner: Runner, params: Params, cache: KVCache, tokens: jax.Array, watch=None
+  runner: Runner, params: Params, cache: KVCache, tokens: jax.Array, active=None, watch=None
 ) -> tuple[jax.Array, KVCache]:
-  positions = cache.lengths[:, None]
-  call = Call(positions, jnp.ones_like(positions, bool), cache.lengths + 1)
+  call, before = one_token(cache.lengths, active), cache.overflow
   attend = decode_attend(_setting(runner, params, runner.decode_config), call, watch)
-  x, cache = runner.model.forward(params, tokens[:, None], positions, cache, attend)
-  logits = runner.model.unembed(params, x[:, 0])
-  return logits, _advance(cache, 1, _decode_limit(runner))
+  x, cache = runner.model.forward(params, tokens[:, None], cache.lengths[:, None], cache, attend)
+  logits, counts = runner.model.unembed(params, x[:, 0]), 1
+  if active is not None:
+    counts = active.astype(jnp.int32)
+    cache = cache.replace(overflow=jnp.where(active, cache.overflow, before))
+  return logits, _advance(cache, counts, _decode_limit(runner))
 
 
 def _setting(runner: Runner, params: Params, config: CacheConfig) -> Setting:
@@ -303,8 +305,8 @@ def _first_token(runner, sampling, params, last, key, lengths):
   return sample(logits, sampling, key, lengths)
 
 
-def _next_token(runner, sampling, params, cache, tokens, key):
-  logits, cache = _decode(runner, params, cache, tokens)
+def _next_token(runner, sampling, params, cache, tokens, key, active=None):
+  logits, cache = _decode(runner, params, cache, tokens, active)
   return sample(logits, sampling, key, cache.lengths), cache
 
 
@@ -314,7 +316,7 @@ def _selected_pages(runner, params, cache, tokens):
   def watch(layer, selection):
     seen[layer] = jnp.where(selection.mask.any(axis=-1), selection.pages, -1)
 
-  _decode(runner, params, cache, tokens, watch)
+  _decode(runner, params, cache, tokens, watch=watch)
   return seen
 
 
@@ -341,25 +343,27 @@ stow = jax.jit(_stow, static_argnums=0, donate_argnums=1)
 given without its pools, is donated."""
 
 first_token = jax.jit(
-  _on_mesh(_first_token, ("params", "rows", "rows", "rows"), "rows"), static_argnums=(0, 1)
+  _on_mesh(_first_token, ("params", "rows", "rows", "rows"), "rows", first=1),
+  static_argnums=(0, 1),
 )
 """`first_token(runner, sampling, params, last f[B, E], key key[B], lengths i32[B]) -> i32[B]`."""
 
 decode_step = jax.jit(
-  _on_mesh(_decode, ("params", "decode", "rows"), ("rows", "decode")),
+  _on_mesh(_decode, ("params", "decode", "rows", "rows"), ("rows", "decode")),
   static_argnums=0,
   donate_argnums=2,
 )
-"""`decode_step(runner, params, cache, tokens i32[B]) -> logits f32[B, V], cache`; the cache is
-donated."""
+"""`decode_step(runner, params, cache, tokens i32[B], active bool[B]) -> logits f32[B, V], cache`:
+the cache is donated. Rows that are not active sit the step out: what the cache holds of them stays
+as it is, and their logits mean nothing. Without active all rows take part."""
 
 next_token = jax.jit(
-  _on_mesh(_next_token, ("params", "decode", "rows", "rows"), ("rows", "decode")),
+  _on_mesh(_next_token, ("params", "decode", "rows", "rows", "rows"), ("rows", "decode"), first=1),
   static_argnums=(0, 1),
   donate_argnums=3,
 )
-"""`next_token(runner, sampling, params, cache, tokens i32[B], key key[B]) -> i32[B], cache`: a
-decode step and the choice of the token after it; the cache is donated."""
+"""`next_token(runner, sampling, params, cache, tokens i32[B], key key[B], active bool[B]) ->
+i32[B], cache`: a decode step and the choice of the token after it; otherwise as `decode_step`."""
 
 
 @cached

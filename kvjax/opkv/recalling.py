@@ -36,7 +36,8 @@ def append_newest(
 ) -> tuple[Pools, KVCache]:
   """One token a row to the host and to the ordered pages i32[B, K] of a layer's own pools."""
   cache = cache.replace(host=append_token(cache.host, cache.table[row], slots, k, v))
-  within = jnp.broadcast_to(positions[:, None] % cache.host.page_size, slots.shape)
+  c, owned = cache.host.page_size, cache.table.shape[3]
+  within = jnp.where(slots < owned * c, positions[:, None] % c, c)  # nowhere there, nowhere here
   return append_token(pools, pages[..., None], within, k, v), cache
 
 
@@ -87,7 +88,7 @@ def ordered_page(cache: KVCache, lengths: jax.Array) -> tuple[jax.Array, jax.Arr
   lengths = jnp.repeat(lengths, heads)
   first = (lengths - 1) // c * c
   within = first[:, None] + jnp.arange(c)[None]
-  return first, within, within < lengths[:, None]
+  return first, within, (within >= 0) & (within < lengths[:, None])
 
 
 def replaced[T](values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:

@@ -100,6 +100,7 @@ def with_keys(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> Kep
     return write_at(segments, page, made, axis=3)
 
   if isinstance(kept, WithNewest):
+    slot = jnp.where(inputs.valid[:, 0], slot, page_size)  # nowhere
     newest = _with_key(kept.newest, key, slot)
     valid = jnp.arange(page_size)[None] <= slot[:, None]
     made = digest.of_pages(newest, jnp.broadcast_to(valid[:, None], newest.shape[:-1]))

@@ -52,7 +52,8 @@ def with_keys(digest: Digest, state: Listed, inputs: Inputs, page_size: int) -> 
 
 
 def with_list(state: Listed, inputs: Inputs, listed: jax.Array) -> Listed:
-  """The state with another list i32[B, heads, M] of this layer."""
+  """The state after one token a row, with another list i32[B, heads, M] of this layer."""
+  listed = jnp.where(inputs.valid[..., None], listed, state.lists[inputs.row])
   return state._replace(lists=replaced(state.lists, inputs.row, listed))
 
 

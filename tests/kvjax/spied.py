@@ -79,7 +79,7 @@ def _decode(runner, params, cache, tokens):
     return runner.policy.preprocess(state, inputs)
 
   spied = runner._replace(policy=runner.policy._replace(preprocess=spy))
-  logits, cache = steps._decode(spied, params, cache, tokens, chosen.__setitem__)
+  logits, cache = steps._decode(spied, params, cache, tokens, watch=chosen.__setitem__)
   return logits, shown, chosen, cache
 
 
