@@ -273,6 +273,11 @@ class Store(NamedTuple):
     release: `release(cache, row, out) -> out, cache`: after the layer has attended with result out.
     seal: `seal(cache, policy, cache_config, layer_plan) -> cache`: from the cache that prefilled to
       the one that decodes.
+    insert: `insert(state, one, slot i32[]) -> state`: the store's state of a batch after one of its
+      rows became what `one`, the state of a sealed batch of one, holds. None where the rows of each
+      of its arrays lie one after another, so that the engine can do it.
+    free: `free(state, ended bool[B]) -> state`: gives up what rows hold of what rows share. None
+      where they share nothing.
   """
 
   name: str
@@ -286,3 +291,5 @@ class Store(NamedTuple):
   recall: Callable[..., tuple[Recalled, State]]
   release: Callable[..., tuple[jax.Array, State]]
   seal: Callable[..., State]
+  insert: Callable[[State, State, jax.Array], State] | None = None
+  free: Callable[[State, jax.Array], State] | None = None

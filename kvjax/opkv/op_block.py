@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from kvjax.cache.kv_cache import TOO_SMALL, KVCache
 from kvjax.cache.paged import Pools
 from kvjax.config import CacheConfig
-from kvjax.opkv.blocks import Blocks, no_blocks
+from kvjax.opkv.blocks import Blocks, no_blocks, release
 from kvjax.opkv.recalling import (
   append_newest,
   copy_tokens,
@@ -111,6 +111,8 @@ def op_block(
     recall=recall,
     release=resident.release,
     seal=partial(seal, settings=settings, slack=slack),
+    insert=insert,
+    free=free,
   )
 
 
@@ -144,6 +146,23 @@ def seal(
   blocks = tuple(no_blocks(n, c, settings.order, lists, p * c) for _ in {*group})
   state = OpBlockState(blocks, pools, no_traffic(b), None, group, settings)
   return cache.replace(pools=None, store_state=state)
+
+
+def insert(state: OpBlockState, one: OpBlockState, slot: jax.Array) -> OpBlockState:
+  """The newest pages of a row that was sealed alone; it has no OP blocks yet."""
+  first = state.blocks[0].owner.shape[0] + slot * state.settings.heads
+  alone = one.blocks[0].owner.shape[0]
+
+  def put(pool, new):
+    return jax.lax.dynamic_update_slice_in_dim(pool, new[alone:], first, axis=0)
+
+  return state.replace(pools=jax.tree.map(put, state.pools, one.pools))
+
+
+def free(state: OpBlockState, ended: jax.Array) -> OpBlockState:
+  """Without the OP blocks of rows that ended."""
+  lists = jnp.repeat(ended, state.settings.heads)
+  return state.replace(blocks=tuple(release(blocks, lists) for blocks in state.blocks))
 
 
 def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:

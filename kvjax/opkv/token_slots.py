@@ -110,6 +110,7 @@ def token_slots(*, strict: bool = False, slack: float = 1.0) -> Store:
     recall=recall,
     release=resident.release,
     seal=partial(seal, strict=strict, slack=slack),
+    insert=None,
   )
 
 

@@ -150,5 +150,6 @@ WHOLE_PAGE = Store(
   recall=recall,
   release=release,
   seal=seal,
+  insert=lambda state, one, slot: state,  # areas hold nothing between two steps
 )
 PREFETCH_ALL = WHOLE_PAGE._replace(name="prefetch_all", fetch=partial(fetch, everything=True))
