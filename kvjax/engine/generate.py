@@ -133,6 +133,17 @@ def prefill(
   Returns:
     f[B, E], the hidden state of each row's last token, and the sealed cache.
   """
+  last, cache = fill(runner, params, prompts, progress)
+  return last, steps.sealed(runner, cache)
+
+
+def fill(
+  runner: Runner,
+  params: Params,
+  prompts: Sequence[Sequence[int]],
+  progress: Progress = lambda phase, done, total: None,
+) -> tuple[jax.Array, KVCache]:
+  """`prefill` without the seal."""
   chunk, lengths = runner.chunk_tokens, np.array([len(prompt) for prompt in prompts])
   longest = int(lengths.max())
   padded = np.zeros((len(prompts), -(-longest // chunk) * chunk), np.int32)
@@ -152,7 +163,7 @@ def prefill(
     )
     jax.block_until_ready(last)
     progress("prefill", min(start + chunk, longest), longest)
-  return last, steps.sealed(runner, cache)
+  return last, cache
 
 
 def check_request(runner: Runner, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
