@@ -32,7 +32,7 @@ class JaxBackend:
   `kvjax.generate` gives it alone, with the same sampling and seed. (Where rows share the device's
   blocks and see more than they selected, `op_block` without strict, what they see of it depends on
   their batch mates.) While a prompt is read nothing is decoded, and a cache for one row exists
-  besides.
+  besides. The first request compiles, unless `warm_up` has done so.
 
   Attributes:
     cache: the state of the batch.
@@ -66,6 +66,12 @@ class JaxBackend:
   def slots(self) -> int:
     """Rows of the cache."""
     return self._runner.decode_config.batch_size
+
+  def warm_up(self) -> None:
+    """Compiles all that requests need; before any has a slot."""
+    self.start(0, [0])
+    self.step({0: 0})
+    self.stop(0)
 
   def why_not(self, request: Request) -> str | None:
     """Why the request is not for this model and cache."""

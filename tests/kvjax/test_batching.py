@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import KVCache, generate
+from kvjax import CacheConfig, KVCache, Sampling, generate, make_mesh, make_policy, prepare
+from kvjax.engine import slots, steps
 from kvjax.engine.batching import JaxBackend
 from kvjax.engine.clock import VirtualClock
 from kvjax.engine.requests import Finished, Outcome, Request
-from kvjax.engine.serving import Server
+from kvjax.engine.serving import Server, serve
 from kvjax.opkv.op_block import OpBlockState
+from models import PRESETS, build, param_shapes
+from tests import aot
 from tests.kvjax import matrix
 from tests.kvjax.matrix import Entry
 
@@ -40,11 +44,16 @@ CASES = (
 
 @cache
 def alone(entry: Entry) -> list[tuple[int, ...]]:
-  """What each prompt gets by itself."""
-  runner = matrix.runner_of(entry, SHAPE, batch=1)
+  """What each prompt gets by itself, on the device (as with a host tier: test_host_stores.py)."""
+  store = entry.store if entry.store == "compact" else "resident"
+  runner = slots.with_batch(runner_of(entry._replace(store=store)), 1)
   return [
     tuple(generate(runner, PARAMS, [prompt], max_new_tokens=NEW).tokens[0]) for prompt in PROMPTS
   ]
+
+
+def runner_of(entry: Entry):
+  return matrix.runner_of(entry, SHAPE, batch=SLOTS)
 
 
 class Harsh(JaxBackend):
@@ -112,7 +121,7 @@ def at_random(server: Server, backend: Harsh, first_id: int) -> list[Finished]:
 @pytest.mark.parametrize("entry", CASES, ids=str)
 def test_a_request_gets_what_it_gets_alone(entry, caplog):
   expected = alone(entry)
-  backend = Harsh(matrix.runner_of(entry, SHAPE, batch=SLOTS), seed=1)
+  backend = Harsh(runner_of(entry), seed=1)
   server = Server(backend, VirtualClock())
   ended = at_random(server, backend, 0)
   backend.cache = poisoned(backend.cache)
@@ -129,3 +138,149 @@ def test_a_request_gets_what_it_gets_alone(entry, caplog):
   assert sum(f.preemptions for f in ended) > 3 and sum(f.sat_out for f in ended) > 20
   free_blocks(backend.cache, range(SLOTS))
   assert not np.asarray(backend.cache.lengths).any()
+
+
+def nothing_changes(backend: JaxBackend) -> None:
+  """A step that all rows sit out leaves every number of the cache as it was."""
+  before = on_host(backend.cache)
+  backend.step({})
+  jax.tree.map(np.testing.assert_array_equal, on_host(backend.cache), before)
+
+
+def on_host(state: KVCache):
+  """Copies of all arrays, but for the order of OP blocks, which counts the steps."""
+  kept = state.store_state
+  if isinstance(kept, OpBlockState):
+    kept = kept.replace(blocks=tuple(blocks._replace(order=()) for blocks in kept.blocks))
+  return jax.tree.map(np.array, state.replace(store_state=kept))
+
+
+OTHERS = tuple(
+  Entry(name, "harsh", make_policy(name, **matrix.SETTINGS[name]["harsh"]).stores[0])
+  for name in matrix.SETTINGS
+  if name not in {entry.policy for entry in CASES} - {"flexicache"}
+)
+
+
+@pytest.mark.parametrize("entry", (*CASES, *OTHERS), ids=str)
+def test_a_row_that_sits_out_stays_as_it_is(entry):
+  """Also of policies that are not served above; two rows, and a slot that was never used."""
+  backend = JaxBackend(runner_of(entry), PARAMS)
+  backend.cache = poisoned(backend.cache)
+  newest = {slot: backend.start(slot, PROMPTS[3 * slot]).tokens[slot] for slot in (0, 2)}
+  expected = {0: [newest[0]], 2: [newest[2]]}
+  for _ in range(3):
+    for going in ((0, 2), (0,), (2,), ()):
+      made = backend.step({slot: newest[slot] for slot in going}).tokens
+      newest |= made
+      for slot, token in made.items():
+        expected[slot].append(token)
+    nothing_changes(backend)
+  assert np.asarray(backend.cache.lengths).tolist() == [127 + 6, 0, 111 + 6]
+  if entry in CASES:
+    assert expected == {slot: list(alone(entry)[3 * slot][:7]) for slot in expected}
+
+
+def test_a_row_that_outgrows_its_store_fails_alone():
+  """SnapKV with room for 20 new tokens."""
+  entry = Entry("snapkv", "harsh", "compact")
+  backend = JaxBackend(runner_of(entry), PARAMS)
+  requests = [Request(0, PROMPTS[0], 30), Request(1, PROMPTS[1], NEW), Request(2, PROMPTS[2], 21)]
+  ended = {f.request.id: f for f in serve(requests, backend, VirtualClock())}
+  assert [ended[i].outcome for i in range(3)] == [Outcome.FAILED, Outcome.DONE, Outcome.DONE]
+  assert "made more tokens than policy 'snapkv" in ended[0].reason
+  assert ended[1].tokens == alone(entry)[1]
+  assert ended[0].tokens[:NEW] == alone(entry)[0] and len(ended[0].tokens) == 21
+
+
+def test_requests_that_no_slot_can_hold():
+  backend = JaxBackend(runner_of(CASES[1]), PARAMS)
+  capacity = matrix.CAPACITY
+  requests = [
+    Request(0, (1,) * capacity, 1),
+    Request(1, (), 1),
+    Request(2, (1, 160), 1),
+    Request(3, (1,), 0),
+    Request(4, PROMPTS[4], NEW),
+  ]
+  ended = {f.request.id: f for f in serve(requests, backend, VirtualClock())}
+  assert [ended[i].outcome for i in range(4)] == [Outcome.UNFIT] * 4
+  assert "that is 161, and the cache holds 160 a row" in ended[0].reason
+  assert "is empty" in ended[1].reason and "outside [0, 160)" in ended[2].reason
+  assert "max_new_tokens 0 must be at least 1" in ended[3].reason
+  assert ended[4].tokens == alone(CASES[1])[4]
+
+
+def test_sampling_is_that_of_a_request_alone():
+  runner, sampling = runner_of(CASES[0]), Sampling(temperature=0.9, top_p=0.9)
+  one = slots.with_batch(runner, 1)
+  backend = JaxBackend(runner, PARAMS, sampling=sampling, seed=3)
+  requests = [Request(i, prompt, 6) for i, prompt in enumerate(PROMPTS[:4])]
+  for finished in serve(requests, backend, VirtualClock()):
+    prompt = [finished.request.prompt]
+    same = generate(one, PARAMS, prompt, max_new_tokens=6, sampling=sampling, seed=3)
+    assert finished.tokens == tuple(same.tokens[0])
+
+
+def test_windows_are_rings_of_their_own():
+  """Quest: dense layers and a paged one, all of them rings that have come round."""
+  config = dataclasses.replace(MODEL.config, family="mistral", window_tokens=50)
+  policy, cache_config = make_policy("quest", budget_tokens=32), CacheConfig(2, 320, matrix.PAGE)
+  runner = prepare(build(config), policy, "resident", cache_config, chunk_tokens=64)
+  assert runner.decode_config.ring_tokens == 128
+  prompts = matrix.tokens_of([290, 40, 130, 128])
+  backend = JaxBackend(runner, PARAMS)
+  backend.cache = poisoned(backend.cache)
+  requests = [Request(i, tuple(prompt), 8) for i, prompt in enumerate(prompts)]
+  for finished in serve(requests, backend, VirtualClock()):
+    prompt = [finished.request.prompt]
+    same = generate(slots.with_batch(runner, 1), PARAMS, prompt, max_new_tokens=8)
+    assert finished.tokens == tuple(same.tokens[0])
+
+
+@pytest.mark.parametrize("entry", [CASES[0], CASES[6]], ids=str)
+def test_after_warming_up_nothing_compiles(entry, caplog):
+  jax.clear_caches()  # what another test has compiled would not be compiled here
+  backend = JaxBackend(runner_of(entry), PARAMS)
+  backend.warm_up()
+  assert not np.asarray(backend.cache.lengths).any()
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    (finished,) = serve([Request(0, PROMPTS[0], 3)], backend, VirtualClock())
+  assert len(finished.tokens) == 3
+  assert not [line for line in map(str, caplog.messages) if line.startswith("Compiling")]
+
+
+def test_a_mesh_is_refused():
+  policy, config = make_policy("dense"), CacheConfig(2, 64)
+  runner = prepare(MODEL, policy, "resident", config, mesh=make_mesh())
+  with pytest.raises(ValueError, match="runs on one device so far; prepare without a mesh"):
+    JaxBackend(runner, PARAMS)
+
+
+@pytest.mark.usefixtures("fully_optimized")
+@pytest.mark.parametrize(
+  ("name", "store"), [("quest", "resident"), ("h2o", "compact"), ("infinigen", "op_block")]
+)
+def test_rows_come_and_go_in_place(name, store):
+  """SmolLM2's heads, 4 layers of 8,192 tokens: no pool is copied, and nothing of its size made."""
+  config = dataclasses.replace(PRESETS["smollm2-135m"], num_layers=4)
+  policy = make_policy(name, page_size=16, budget_tokens=1024)
+  runner = prepare(build(config), policy, store, CacheConfig(2, 8192, 16, base_tokens=8192))
+  empty = slots.empty_batch.lower(runner).compile().memory_analysis()
+  assert empty.temp_size_in_bytes < 1 << 20
+  state, alone = slots.empty_batch(runner), slots.with_batch(runner, 1)
+  one = jax.eval_shape(partial(steps.empty_cache, alone))
+  last, slot = (
+    jax.ShapeDtypeStruct(*of) for of in (((1, config.embed_dim), jnp.float32), ((), jnp.int32))
+  )
+  args = param_shapes(config), state, one, last, jax.random.key(0)[None], slot
+  kept, pool = runner.decode_bytes, max(leaf.nbytes for leaf in jax.tree.leaves(state))
+  for lowered in (
+    slots.admit.lower(runner, Sampling(), *args),
+    slots.release.lower(runner, state, jax.ShapeDtypeStruct((2,), bool)),
+  ):
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= kept.total + kept.host
+    assert memory.temp_size_in_bytes < kept.total // 2
+    assert not aot.big_copies(compiled.as_text(), pool // 2)
