@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import KVCache
-from kvjax.engine import slots, steps
+from kvjax.engine import steps
 from kvjax.engine.generate import check_overflow, check_request, fill
 from kvjax.engine.requests import Request
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.serving import Made
 from kvjax.engine.sharded import to_host
+from kvjax.engine.slots import admit, empty_batch, release, with_batch
 from kvjax.engine.steps import Runner
 from kvjax.types import Params
 
@@ -57,9 +58,9 @@ class JaxBackend:
   ):
     if runner.mesh is not None:
       raise ValueError("the batching engine runs on one device so far; prepare without a mesh")
-    self.cache: KVCache = slots.empty_batch(runner)
+    self.cache: KVCache = empty_batch(runner)
     self._runner, self._params, self._sampling = runner, params, sampling
-    self._alone = slots.with_batch(runner, 1)
+    self._alone = with_batch(runner, 1)
     self._keys = {b: jnp.broadcast_to(jax.random.key(seed), b) for b in (1, self.slots)}
 
   @property
@@ -91,7 +92,7 @@ class JaxBackend:
     begin = time.perf_counter()
     last, one = fill(self._alone, self._params, [prompt])
     args = self._params, self.cache, one, last, self._keys[1], np.int32(slot)
-    token, self.cache = slots.admit(self._runner, self._sampling, *args)
+    token, self.cache = admit(self._runner, self._sampling, *args)
     return self._made({slot: int(to_host(token)[0])}, begin)
 
   def step(self, tokens: Mapping[int, int]) -> Made:
@@ -107,7 +108,7 @@ class JaxBackend:
 
   def stop(self, slot: int) -> None:
     """The row ends; what it held of the store's shared blocks is free."""
-    self.cache = slots.release(self._runner, self.cache, np.arange(self.slots) == slot)
+    self.cache = release(self._runner, self.cache, np.arange(self.slots) == slot)
 
   def reloading(self, slot: int) -> bool:
     """Never: what a step recalls it waits for itself."""

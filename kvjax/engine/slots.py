@@ -31,6 +31,7 @@ from kvjax.stores.whole_page import compacted
 from kvjax.types import Params
 from pallas_kernels.control import run_if
 from pallas_kernels.recall_pages import offload_pages, recall_pages
+from pallas_kernels.scatter_pages import scatter_pages
 
 
 def with_batch(runner: Runner, batch: int) -> Runner:
@@ -77,11 +78,25 @@ def _with_pages(runner: Runner, cache: KVCache, pages: Pools, table, length, slo
   order, count = compacted(there.reshape(-1))
   theirs = lax.dynamic_index_in_dim(cache.table, slot, axis=1, keepdims=False)
   source, target = (ids.reshape(-1)[order] for ids in (table[:, 0], theirs))
+  moves = source, target, count
   if cache.host is None:
-    pools = recall_pages(tuple(pages), tuple(cache.pools), source, target, count)
+    args = tuple(pages), tuple(cache.pools), *moves
+    pools = lax.platform_dependent(*args, cpu=_copied_one_by_one, default=_copied_at_once)
     return cache.replace(pools=Pools(*pools))
-  host = offload_pages(tuple(pages), tuple(cache.host), source, target, count)
+  host = offload_pages(tuple(pages), tuple(cache.host), *moves)
   return cache.replace(host=Pools(*host))
+
+
+def _copied_one_by_one(pages, pools, source, target, count):
+  """As many steps as there are pages to copy, the fastest form on a CPU."""
+  return recall_pages(pages, pools, source, target, count, implementation="xla")
+
+
+def _copied_at_once(pages, pools, source, target, count):
+  """One kernel a pool on a GPU, where steps are launches."""
+  ids = jnp.where(jnp.arange(target.shape[0]) < count, target, pools[0].shape[0])
+  keys, values = (pool.at[source].get(mode="clip") for pool in pages)
+  return scatter_pages(pools, ids, (keys, values))
 
 
 def _with_rest(runner: Runner, cache: KVCache, row: KVCache, slot: jax.Array) -> KVCache:
