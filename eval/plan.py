@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from eval import harness, layers, loop, results
+from eval import harness, layers, loop, results, tables
 from eval.loop import Grid
 
 _SIZES = (
@@ -47,10 +47,10 @@ def text(grid: Grid, data: Mapping[str, str], out_dir: Path, answered: int) -> s
       f"layers     {layers.summary(grid.runners) or '-'}",
       f"results    {out_dir}",
       "",
-      results.table(shown, tuple(shown[0])),
+      tables.table(shown, tuple(shown[0])),
       "",
       "to be allocated:",
-      results.table(sizes, _SIZES),
+      tables.table(sizes, _SIZES),
       "",
     ]
   )

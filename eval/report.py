@@ -19,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
-from eval import cli, plots, report_html, report_tables, results
+from eval import cli, plots, report_html, report_tables
 from eval.plots import Spread
 from eval.report_rows import Case, Group, group_runs, means, read_run
 from eval.results import Row, write_atomically
+from eval.tables import table
 
 _PAGE = "report.html"
 _MAPS_IN_A_PICTURE = 12
@@ -127,7 +128,7 @@ def _terminal(group: Group) -> str:
     percent = {name: report_tables.shown(name, row[name]) for name in ("score", "retention")}
     percent["limit hits"] = report_tables.shown("limit_ratio", row["limit_ratio"])
     rows.append(row | percent | {"policy": case.label, "tasks": row["num_tasks"]})
-  return f"{report_html.heading(group)}\n{results.table(rows, _TERMINAL)}"
+  return f"{report_html.heading(group)}\n{table(rows, _TERMINAL)}"
 
 
 def _shown(plot: Plot, picture: bytes) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from eval import results
+from eval import tables
 from eval.means import extra_fields
 from eval.report_rows import Group, means
 from eval.results import Row
@@ -104,16 +104,16 @@ def text(value: Any) -> str:
 def shown(name: str, value: Any) -> str:
   """A value with its unit, which its name says; - for nothing."""
   if value is None or isinstance(value, str | bool):
-    return results.human(name, value)
+    return tables.human(name, value)
   if name in _PERCENT or name.endswith("_ratio"):
     return f"{100 * value:,.1f} %"
   if name.endswith("_bytes_per_step"):
-    return f"{results.human_bytes(value)}/step"
+    return f"{tables.human_bytes(value)}/step"
   if name.endswith("_bytes_per_s"):
-    return f"{results.human_bytes(value)}/s"
+    return f"{tables.human_bytes(value)}/s"
   if name.endswith("_tokens") or name == "page_size":
     return f"{value:,} tokens"
-  return results.human(name, value)
+  return tables.human(name, value)
 
 
 def header(name: str) -> str:

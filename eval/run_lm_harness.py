@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from eval import cli, harness, lines, results, resume, summary
+from eval import cli, harness, lines, results, resume, summary, tables
 from eval.grid import choose_policies
 from eval.lines import Line
 from eval.policy_files import policy_hashes
@@ -100,7 +100,7 @@ def main(args: flags.FlagValues) -> None:
         for row in measure(lm, task, _evaluator(tasks, args), out_dir, number, found, keep):
           rows.append(summary.compare(row, rows))
         resume.update_rows(out_dir, rows)
-  print(results.table(rows, _SHOWN))
+  print(tables.table(rows, _SHOWN))
   names = ", ".join([results.RESULTS, results.LINES, results.MANIFEST])
   print(f"\n{names} and samples are in {out_dir}")
 

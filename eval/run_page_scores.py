@@ -50,9 +50,9 @@ from eval.results import (
   make_manifest,
   run_folder,
   runner_row,
-  table,
   write_atomically,
 )
+from eval.tables import table
 from kvjax import CacheConfig, Runner, make_policy, prepare
 from kvjax.config import PAGE_SIZES
 from kvjax.engine.generate import check_request

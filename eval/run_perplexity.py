@@ -47,6 +47,7 @@ from eval import (
   resume,
   scoring,
   summary,
+  tables,
   texts,
 )
 from eval.grid import choose_policies
@@ -261,8 +262,8 @@ def report(rows: Sequence[Row]) -> str:
     for place, one in enumerate(rows[0]["by_position"])
   ]
   shown = [row | {"nll": f"{row['nll']:.4f}"} for row in rows]  # policies differ in few of them
-  means = results.table(shown, _SHOWN)
-  return f"{means}\n\nnll by position:\n{results.table(parts, tuple(parts[0]))}"
+  means = tables.table(shown, _SHOWN)
+  return f"{means}\n\nnll by position:\n{tables.table(parts, tuple(parts[0]))}"
 
 
 def _summary(nll: np.ndarray) -> Row:
@@ -313,7 +314,7 @@ def _plan(
       f"results  {out_dir}",
       "",
       "to be allocated:",
-      results.table(sizes, _SIZES),
+      tables.table(sizes, _SIZES),
       "",
     ]
   )

@@ -28,16 +28,9 @@ from tqdm import tqdm
 
 from eval import cli, layers, replay, texts
 from eval.replay import Recording
-from eval.results import (
-  Row,
-  append_row,
-  check_new_run,
-  make_manifest,
-  run_folder,
-  runner_row,
-  table,
-)
+from eval.results import Row, append_row, check_new_run, make_manifest, run_folder, runner_row
 from eval.run_throughput import make_prompts, pick_policies
+from eval.tables import table
 from kvjax import CacheConfig, KVCache, Runner, prepare
 from kvjax.engine.generate import check_request
 from kvjax.types import Params

@@ -36,14 +36,13 @@ from eval.results import (
   Row,
   append_row,
   check_new_run,
-  human_bytes,
   make_manifest,
   percentiles,
   recall_fields,
   run_folder,
   runner_row,
-  table,
 )
+from eval.tables import human_bytes, table
 from kvjax import CacheConfig, KVCache, Runner, Sampling, generate, make_policy, prepare
 from kvjax.engine.generate import check_overflow, check_request
 from kvjax.engine.steps import next_token

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from eval import cli, jsonl, leval, longbench, metrics, predictions, results
+from eval import cli, jsonl, leval, longbench, metrics, predictions, results, tables
 from eval.jsonl import Record
 
 SCORES = "scores.json"
@@ -63,7 +63,7 @@ def main(args: flags.FlagValues) -> None:
   if out_dir and (out_dir / SCORES).exists():
     raise ValueError(f"{out_dir} already holds {SCORES}; choose another --out_dir")
   rows = score(args.suite, args.task, path)
-  print(results.table(map(_shown, rows), tuple(rows[0])))
+  print(tables.table(map(_shown, rows), tuple(rows[0])))
   if out_dir:
     out_dir.mkdir(parents=True, exist_ok=True)
     content = {"predictions": path.name, "suite": args.suite, "scores": rows}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval import plots, results
+from eval import plots
 from eval.means import over_tasks
 from eval.results import Row
+from eval.tables import table
 
 _COSTS = (
   *("policy", "store", "budget_tokens", "score", "retention", "decode_tokens_per_s"),
@@ -47,8 +48,8 @@ def tables(rows: Sequence[Row]) -> str:
     mean = over_tasks(group)
     hits = f"{mean['limit_hits']} of {mean['num_examples']}"
     costs.append(mean | {"limit_hits": hits, "question_in_window": _inside(group)})
-  table = results.table(scores, ("policy", "store", *names))
-  return f"{table}\n\n{results.table(costs, _COSTS)}"
+  by_task = table(scores, ("policy", "store", *names))
+  return f"{by_task}\n\n{table(costs, _COSTS)}"
 
 
 def draw(rows: Sequence[Row], title: str, out_dir: Path) -> list[str]:

@@ -22,7 +22,8 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli
-from eval.results import device_kind, table
+from eval.results import device_kind
+from eval.tables import table
 from kvjax import CacheConfig, KVCache, ModelConfig, Runner, Sampling, make_policy, prepare
 from kvjax.engine.generate import check_request, prefill
 from kvjax.engine.steps import next_token

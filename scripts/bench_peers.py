@@ -29,16 +29,7 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli, texts
-from eval.results import (
-  append_row,
-  check_new_run,
-  human_bytes,
-  make_manifest,
-  make_row,
-  percentiles,
-  start_run,
-  table,
-)
+from eval.results import append_row, check_new_run, make_manifest, make_row, percentiles, start_run
 from eval.run_throughput import (
   ROUND_STEPS,
   advance,
@@ -47,6 +38,7 @@ from eval.run_throughput import (
   pick_policies,
   start_lane,
 )
+from eval.tables import human_bytes, table
 from kvjax import CacheConfig, Runner, prepare
 from kvjax.engine.generate import check_request
 from kvjax.types import Params

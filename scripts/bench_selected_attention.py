@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from eval import cli
 from eval.floor import bandwidth_reader
-from eval.results import device_kind, table
+from eval.results import device_kind
+from eval.tables import table
 from kvjax import ModelConfig
 from models import PRESETS
 from pallas_kernels.page_copies import copies_of_pages

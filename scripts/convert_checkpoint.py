@@ -17,7 +17,7 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli
-from eval.results import human_bytes
+from eval.tables import human_bytes
 from kvjax.types import Params
 from models import checkpoint, families, memory, saved
 from models.loading import DTYPES, RANDOM_PREFIX, Opened, files_hash, open_files

@@ -20,7 +20,8 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli, layers
-from eval.results import human_bytes, human_seconds, percentiles
+from eval.results import percentiles
+from eval.tables import human_bytes, human_seconds
 from kvjax import (
   CacheConfig,
   Generation,

@@ -17,7 +17,7 @@ import jax
 from absl import flags
 
 from eval import cli, layers
-from eval.results import human_seconds, table
+from eval.tables import human_seconds, table
 from kvjax import CacheConfig, Runner, make_policy, prepare
 from kvjax.engine import steps
 from kvjax.policies import split_spec

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli, layers, needle, plots, results, texts
+from eval import cli, layers, needle, plots, results, tables, texts
 from kvjax import CacheConfig, Runner, generate, make_policy, prepare
 from kvjax.types import Policy
 from models import Loaded, load
@@ -160,7 +160,7 @@ def _plan(
       f"results    {out_dir}",
       "",
       "to be allocated:",
-      results.table(sizes, (*columns, "peak_kv_bytes")),
+      tables.table(sizes, (*columns, "peak_kv_bytes")),
       "",
     ]
   )
@@ -288,7 +288,7 @@ def _report(rows: Sequence[results.Row], questions: Sequence[needle.Needle]) -> 
     | {n: _short(a["given"]) for n, a in zip(names, row["answers"], strict=True)}
     for row in rows
   ]
-  return f"{results.table(shown, _TABLE)}\n\n{results.table(answers, ('answers', *names))}"
+  return f"{tables.table(shown, _TABLE)}\n\n{tables.table(answers, ('answers', *names))}"
 
 
 def _short(text: str, width: int = 24) -> str:

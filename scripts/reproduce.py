@@ -25,9 +25,9 @@ from eval.results import (
   check_new_run,
   make_manifest,
   run_folder,
-  table,
   write_atomically,
 )
+from eval.tables import table
 from scripts.reproduce_flexicache import starting as flexicache
 from scripts.reproduce_opkv import starting as opkv
 from scripts.reproduce_opkv.timing import WARM_UP

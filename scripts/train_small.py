@@ -21,7 +21,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from eval import cli, recall, results, texts
+from eval import cli, recall, results, tables, texts
 from kvjax.config import ModelConfig
 from models import load
 from models.fetch import KING_JAMES, file_sha256
@@ -135,7 +135,7 @@ def _plan(
       f"results  {out_dir}, {'where the run goes on' if started else 'a new run'}",
       "",
       "to be trained, one after the other:",
-      results.table(rows, tuple(rows[0])),
+      tables.table(rows, tuple(rows[0])),
       "",
     ]
   )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eval import results, resume
+from eval import results, resume, tables
 
 
 def test_rows_have_all_fields_in_order_and_plain_numbers():
@@ -174,7 +174,7 @@ def test_a_table_is_aligned_and_has_units():
     {"policy": "quest", "budget_tokens": 1024, "decode_tokens_per_s": 29.44},
   ]
   columns = ("policy", "budget_tokens", "ttft_s_p50", "tpot_s_p50", "device_kv_bytes")
-  lines = results.table(rows, (*columns, "decode_tokens_per_s")).splitlines()
+  lines = tables.table(rows, (*columns, "decode_tokens_per_s")).splitlines()
   assert lines == [
     "policy  budget    TTFT  TPOT p50  KV on device      decode",
     "------  ------  ------  --------  ------------  ----------",
@@ -200,4 +200,4 @@ def test_a_table_is_aligned_and_has_units():
   ],
 )
 def test_human_units(name, value, text):
-  assert results.human(name, value) == text
+  assert tables.human(name, value) == text

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from eval import replay
-from eval.results import append_row, read_rows, table
+from eval.results import append_row, read_rows
+from eval.tables import table
 from kvjax import CacheConfig
 from models import load
 from scripts.profile_policy import passage
