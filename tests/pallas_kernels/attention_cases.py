@@ -1,5 +1,9 @@
 """Random calls of paged attention, with poison wherever nothing may be read, and how exact they
-must be."""
+must be.
+
+What is not under test is numpy's or one compiled program: XLA compiles an operation outside of
+programs for every shape that it meets, which took most of the time of these tests.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,23 @@ def close(found, expected, of_magnitudes):
     of_magnitudes: f32[..., D], the same attention over the absolute values: half a rounding step of
       it is what rounding the weights can change.
   """
-  assert np.isfinite(found.astype(jnp.float32)).all()
+  numbers = np.asarray(found, np.float32)
+  assert np.isfinite(numbers).all()
   step = 0.0 if found.dtype == jnp.float32 else float(jnp.finfo(found.dtype).eps) / 2
   bound = step * (np.asarray(of_magnitudes) + 2 * np.abs(expected)) + SLACK
-  error = np.abs(np.asarray(found.astype(jnp.float32)) - expected)
+  error = np.abs(numbers - expected)
   assert (error <= bound).all(), f"off by {(error / bound).max():.2f} times what rounding explains"
 
 
 def expected_of(reference, q, keys, values, *rest, scales=None):
   """The reference in f32 on the same numbers, and over the values' magnitudes."""
-  q, k, v = (x.astype(jnp.float32) for x in (q, keys, values))
-  return tuple(np.asarray(reference(q, k, x, *rest, scales=scales)) for x in (v, jnp.abs(v)))
+
+  @jax.jit
+  def both(q, keys, values, rest, scales):
+    q, k, v = (x.astype(jnp.float32) for x in (q, keys, values))
+    return tuple(reference(q, k, x, *rest, scales=scales) for x in (v, jnp.abs(v)))
+
+  return tuple(map(np.asarray, both(q, keys, values, rest, scales)))
 
 
 def selected(shape: Shape, *, int8=False, poison=jnp.nan, seed=0):
@@ -74,14 +84,15 @@ def _pools(rng, shape: Shape, n, used, int8, poison):
   c, d = shape.page_size, shape.head_dim
   q = jnp.asarray(rng.standard_normal((shape.batch, shape.kv_heads, shape.groups, d)), shape.dtype)
   if not int8:
-    pools = [jnp.asarray(rng.standard_normal((n, c, d)), shape.dtype) for _ in range(2)]
-    return q, *(jnp.where(used[..., None], pool, poison) for pool in pools), None
+    pools = [rng.standard_normal((n, c, d)) for _ in range(2)]
+    pools = [np.where(used[..., None], pool, poison) for pool in pools]
+    return q, *(jnp.asarray(pool, shape.dtype) for pool in pools), None
   pools = [jnp.asarray(rng.integers(-127, 128, (n, c, d)), jnp.int8) for _ in range(2)]
   scales = [rng.uniform(0.005, 0.03, n) for _ in range(2)]
   return (
     q,
     *pools,
-    tuple(jnp.where(used.any(axis=1), jnp.asarray(s, jnp.float32), poison) for s in scales),
+    tuple(jnp.asarray(np.where(used.any(axis=1), s, poison), jnp.float32) for s in scales),
   )
 
 

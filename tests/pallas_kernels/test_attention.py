@@ -28,12 +28,17 @@ LENGTHS = (0, 1, 3 * C - 1, 3 * C, 3 * C + 1, M * C)
 
 def _close(found, expected, dtype):
   assert found.dtype == expected.dtype == jnp.dtype(dtype)
-  found, expected = (np.asarray(x.astype(jnp.float32)) for x in (found, expected))
+  found, expected = (np.asarray(x, np.float32) for x in (found, expected))
   np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def _normal(seed, shape, dtype):
   return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def _poisoned(unused, x, poison):
+  """x with poison where nothing may be read; by numpy, which compiles nothing."""
+  return jnp.asarray(np.where(unused, np.float64(poison), np.asarray(x, np.float64)), x.dtype)
 
 
 def _jitted(op):
@@ -47,16 +52,16 @@ def _elsewhere(monkeypatch):
 
 
 def _segmented(x, axis, sizes):
-  return tuple(jnp.split(x, np.cumsum(sizes)[:-1], axis=axis))
+  return tuple(map(jnp.asarray, np.split(np.asarray(x), np.cumsum(sizes)[:-1], axis=axis)))
 
 
 def _contiguous_case(heads, d, dtype, poison, sizes=(16, 16, 32)):
   (k, g), b, total = heads, len(LENGTHS), sum(sizes)
   q = _normal(0, (b, k, g, d), dtype)
   keys, values = _normal(1, (b, k, d, total), dtype), _normal(2, (b, k, total, d), dtype)
-  unused = jnp.arange(total)[None] >= jnp.asarray(LENGTHS)[:, None]
-  keys = jnp.where(unused[:, None, None], poison, keys)
-  values = jnp.where(unused[:, None, :, None], poison, values)
+  unused = np.arange(total)[None] >= np.asarray(LENGTHS)[:, None]
+  keys = _poisoned(unused[:, None, None], keys, poison)
+  values = _poisoned(unused[:, None, :, None], values, poison)
   return q, _segmented(keys, 3, sizes), _segmented(values, 2, sizes), jnp.asarray(LENGTHS)
 
 
@@ -66,11 +71,12 @@ def _contiguous_case(heads, d, dtype, poison, sizes=(16, 16, 32)):
 def test_contiguous_decode(heads, dtype, path, monkeypatch):
   if path == "default":
     _elsewhere(monkeypatch)
+  reference = _jitted(contiguous.contiguous_decode_attention_reference)
   for d in (16, 128) if heads == (2, 2) else (64,):
     attend = _jitted(contiguous.contiguous_decode_attention)
     for poison in (0.0, jnp.nan, jnp.inf, -jnp.inf):
       case = _contiguous_case(heads, d, dtype, poison)
-      expected = contiguous.contiguous_decode_attention_reference(*case)
+      expected = reference(*case)
       _close(attend(*case), expected, dtype)
       assert not np.asarray(expected[0], np.float32).any()  # no keys: zeros
 
@@ -132,7 +138,7 @@ def _selected_case(heads, d, dtype, poison, page_size=C):
   used = np.zeros((num_pages, page_size, 1), bool)
   used[pages] = mask[..., None]
   pools = (_normal(seed, (num_pages, page_size, d), dtype) for seed in (4, 5))
-  keys, values = (jnp.where(used, pool, poison) for pool in pools)
+  keys, values = (_poisoned(~used, pool, poison) for pool in pools)
   pages = np.where(mask.any(axis=-1), pages, rng.choice([-7, num_pages, 10**6], pages.shape))
   q = _normal(6, (b, k, g, d), dtype)
   return q, keys, values, jnp.asarray(pages, jnp.int32), jnp.asarray(mask)
@@ -144,11 +150,12 @@ def _selected_case(heads, d, dtype, poison, page_size=C):
 def test_selected_decode(heads, dtype, path, monkeypatch):
   if path == "default":
     _elsewhere(monkeypatch)
+  reference = _jitted(selected.selected_decode_attention_reference)
   for d in (16, 128) if heads == (2, 2) else (64,):
     attend = _jitted(selected.selected_decode_attention)
     for poison in (0.0, jnp.nan, jnp.inf, -jnp.inf):
       case = _selected_case(heads, d, dtype, poison)
-      expected = selected.selected_decode_attention_reference(*case)
+      expected = reference(*case)
       _close(attend(*case), expected, dtype)
       assert not np.asarray(expected[0], np.float32).any()
 
@@ -187,12 +194,15 @@ def test_prefill(heads, blocks, dtype):
   (k, g), b, s, t = heads, 2, 24, 8
   d = {1: 16, 2: 128}.get(g, 64)
   q = _normal(0, (b, s, k * g, d), dtype)
-  new, old = _normal(1, (2, b, s, k, d), dtype), _normal(2, (2, b, sum(blocks) * t, k, d), dtype)
+  new, old = (
+    tuple(_normal(seed + i, (b, n, k, d), dtype) for i in range(2))
+    for seed, n in ((1, s), (3, sum(blocks) * t))
+  )
   past, at = [], 0
   for count in blocks:
-    span = old[:, :, at * t : (at + count) * t]
-    rest = jnp.full((2, b, 2 * t, k, d), jnp.nan, dtype)  # blocks beyond the count are not read
-    held = jnp.concatenate([span, rest], axis=2)
+    span = np.asarray(old)[:, :, at * t : (at + count) * t]
+    rest = np.full((2, b, 2 * t, k, d), np.nan, span.dtype)  # blocks beyond the count are not read
+    held = jnp.asarray(np.concatenate([span, rest], axis=2))
 
     def read(i, held=held):
       keys, values = jax.lax.dynamic_slice_in_dim(held, i * t, t, axis=2)
@@ -201,7 +211,7 @@ def test_prefill(heads, blocks, dtype):
     past.append(PastBlocks(0, jnp.int32(count), read))
     at += count
   found = jax.jit(lambda q, k, v: prefill_attention(q, k, v, past))(q, *new)
-  _close(found, prefill_attention_reference(q, *new, *old), dtype)
+  _close(found, _jitted(prefill_attention_reference)(q, *new, *old), dtype)
 
 
 def test_prefill_sees_no_later_token():

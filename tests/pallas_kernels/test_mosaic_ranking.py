@@ -28,8 +28,14 @@ def normal(seed, shape, dtype):
 
 def some_bounds(shape, dtype):
   """Maxima above minima, f[B, K, 2*D, P]."""
-  lower, upper = jnp.sort(normal(1, (2, *shape), dtype), axis=0)
-  return jnp.concatenate([upper, lower], axis=2)
+  lower, upper = np.sort(np.random.default_rng(1).standard_normal((2, *shape)), axis=0)
+  return jnp.asarray(np.concatenate([upper, lower], axis=2), dtype)
+
+
+@jax.jit
+def scores_by_hand(q, bounds):
+  """f32[B, K, G, P], of bounds f[B, K, 2*D, P]."""
+  return page_scores_reference(q, bounds.swapaxes(2, 3))
 
 
 def half(shape):
@@ -48,13 +54,15 @@ def test_bounds_of_pages(shape, form):
   c, d = shape.page_size, shape.head_dim
   used = jnp.asarray([[1, c], [c - 1, min(c, 9)]], jnp.int32)
   ids = jnp.asarray([[3, 0], [4, 1]], jnp.int32)
-  pool = normal(0, (5, c, d), shape.dtype)
-  for page, count in zip(ids.ravel(), used.ravel(), strict=True):
-    pool = pool.at[page, count:].set(jnp.nan)
+  keys = np.array(normal(0, (5, c, d), shape.dtype))
+  for page, count in zip(np.ravel(ids), np.ravel(used), strict=True):
+    keys[page, count:] = np.nan
+  pool = jnp.asarray(keys)
   found = jax.jit(lambda *args: bounds_of_pages(*args, **FORMS[form]))(pool, ids, used)
+  found, ids, used = map(np.asarray, (found, ids, used))
   assert found.dtype == pool.dtype and found.shape == (2, 2, 2 * d)
   for at in np.ndindex(2, 2):
-    expected = page_bounds_reference(pool[ids[at]], np.arange(c) < used[at])
+    expected = page_bounds_reference(keys[ids[at]], np.arange(c) < used[at])
     np.testing.assert_array_equal(exact(found[at]), exact(expected))
 
 
@@ -65,10 +73,9 @@ def test_bounds_after_one_more_key(d, dtype, form):
   """Rows: a new page (over NaN), an old one, the last one, and two without a place."""
   place = jnp.asarray([3, 0, 6, 7, -1], jnp.int32)
   first = jnp.asarray([True, False, False, True, False])
-  old, key = (
-    normal(0, (5, 2, 2 * d, 7), dtype).at[0, :, :, 3].set(jnp.nan),
-    normal(1, (5, 2, d), dtype),
-  )
+  before, key = np.array(normal(0, (5, 2, 2 * d, 7), dtype)), normal(1, (5, 2, d), dtype)
+  before[0, :, :, 3] = np.nan
+  old = jnp.asarray(before)
   found = jax.jit(lambda *args: append_bounds(*args, **FORMS[form]))(old, key, place, first)
   expected, new = exact(old).copy(), exact(key)
   expected[0, :, :, 3] = np.concatenate([new[0], new[0]], axis=-1)
@@ -91,13 +98,13 @@ def test_scores(shape, group):
   """Segments of 64 pages, of which the second is not reached by a row of 60 pages."""
   q = normal(0, (B, K, shape.groups, shape.head_dim), half(shape))
   whole = some_bounds((B, K, shape.head_dim, P), half(shape))
-  expected = COMBINED[group](page_scores_reference(q, whole.swapaxes(2, 3)))
-  segments = tuple(jnp.split(whole, 2, axis=-1))
+  expected = COMBINED[group](np.asarray(scores_by_hand(q, whole)))
+  segments = tuple(map(jnp.asarray, np.split(np.asarray(whole), 2, axis=-1)))
   tolerance = RELATIVE * np.abs(expected).max()
   score = jax.jit(lambda *args: page_scores(*args, group=group, **FORMS["mosaic"]))
   for num_pages, read in ((65, P), (60, 64)):
-    found = score(q, segments, jnp.int32(num_pages))
-    assert found.dtype == jnp.float32 and found.shape == expected.shape
+    found = np.asarray(score(q, segments, jnp.int32(num_pages)))
+    assert found.dtype == np.float32 and found.shape == expected.shape
     np.testing.assert_allclose(found[..., :read], expected[..., :read], rtol=0, atol=tolerance)
     assert np.isneginf(found[..., read:]).all()
 
@@ -105,7 +112,7 @@ def test_scores(shape, group):
 @pytest.mark.parametrize("group", GROUPS)
 def test_groups_of_xla(group):
   q, whole = normal(0, (B, K, 3, 16), "float32"), some_bounds((B, K, 16, 12), "float32")
-  expected = COMBINED[group](page_scores_reference(q, whole.swapaxes(2, 3)))
+  expected = COMBINED[group](scores_by_hand(q, whole))
   found = page_scores(q, (whole,), jnp.int32(12), group=group)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
