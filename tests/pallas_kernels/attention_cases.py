@@ -17,6 +17,14 @@ SLACK = 2e-5  # sums in another order and approximate exponentials, all in f32
 OUT_OF_RANGE = (-7, 10**6)
 
 
+def differing(shapes, *fields: str) -> list[Shape]:
+  """The first shape of every combination of these fields, for what depends on nothing else."""
+  found: dict[tuple, Shape] = {}
+  for shape in shapes:
+    found.setdefault(tuple(getattr(shape, field) for field in fields), shape)
+  return list(found.values())
+
+
 def close(found, expected, of_magnitudes):
   """The weights and the result are rounded to the dtype of found, and nothing else is.
 
