@@ -176,7 +176,7 @@ def test_the_rows_and_the_plot(arguments, tmp_path):
     ({"scores": []}, "--scores is empty, expected some of"),
     ({"page_sizes": ["12"]}, "--page_sizes=12: expected some of"),
     ({"budget_tokens": ["31"]}, "31 is under two pages of 16 tokens"),
-    ({"model": "random:smollm2-135m"}, "has no tokenizer"),
+    ({"model": "random:stories260k@8192"}, "has no tokenizer"),
     ({"max_new_tokens": 900}, "shorten the prompt"),
   ],
 )

@@ -198,7 +198,7 @@ def test_whether_the_question_was_in_the_window():
     (["--text_file=nowhere.txt"], "nowhere.txt is not a file"),
     (["--text_dir=nowhere"], "--text_file and --text_dir are both given"),
     (["--model=nonsense"], "unknown model 'nonsense'"),
-    (["--model=random:smollm2-135m"], "has no tokenizer"),
+    (["--model=random:stories260k@8192"], "has no tokenizer"),
     (["--out_dir=taken"], "taken already holds results.jsonl"),
     (["--out_dir=begun"], "begun holds another run: --tasks was 'lookup' there and is None now"),
     (["--out_dir=broken"], "manifest.json is no manifest"),

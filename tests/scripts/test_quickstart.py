@@ -130,7 +130,7 @@ def test_every_family_runs(family, inputs, tmp_path):
     (["--prompt_tokens=9"], "has no room for the question"),
     (["--text_file=nowhere.txt"], "nowhere.txt is not a file"),
     (["--model=nonsense"], "unknown model 'nonsense'"),
-    (["--model=random:smollm2-135m"], "has no tokenizer"),
+    (["--model=random:stories260k@8192"], "has no tokenizer"),
     (["--out_dir=taken"], "taken already holds results.jsonl"),
   ],
 )
