@@ -24,8 +24,8 @@ PAGE = 16
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
   "dense": {"harsh": {}},  # it has no setting
   "quest": {
-    "gentle": {"budget_tokens": 80},
-    "harsh": {"budget_tokens": 32, "group": "none"},
+    "gentle": {"budget_tokens": 80, "dense_layers": 1},
+    "harsh": {"budget_tokens": 32, "dense_layers": 1, "group": "none"},
   },
   "streaming": {
     "gentle": {"budget_tokens": 80},
@@ -50,8 +50,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
   },
   "arkvale": {
-    "gentle": {"budget_tokens": 80},
-    "harsh": {"budget_tokens": 32, "sink_pages": 0, "window_pages": 1},
+    "gentle": {"budget_tokens": 80, "dense_layers": 1},
+    "harsh": {"budget_tokens": 32, "dense_layers": 1, "sink_pages": 0, "window_pages": 1},
   },
   "flexicache": {
     "gentle": {"budget_tokens": 80, "unstable_heads": ((0, 0), (2, 0))},
@@ -183,6 +183,17 @@ def tiny_model(shape: Shape, num_layers: int = 3) -> tuple[Model, Any]:
   return model, params | {"layers": sharper}
 
 
+# Two layers tell a layer from its row; most of the time of all laws goes into compiling them. A
+# third is needed where one speculates from a layer that selects (InfiniGen), shares the selection
+# of another (OmniKV), has heads of its own (FlexiCache) or a budget between two others (PyramidKV).
+_LAYERS = {"infinigen": 3, "omnikv": 3, "flexicache": 3, "pyramidkv": 3}
+
+
+def model_of(entry: Entry, shape: Shape) -> tuple[Model, Any]:
+  """The tiny model of a cell, with as many layers as its policy needs."""
+  return tiny_model(shape, _LAYERS.get(entry.policy, 2))
+
+
 @cache
 def known_model(shape: Shape, num_layers: int = 3) -> tuple[Model, Any]:
   """The same with a content hash, so that it can have a profile."""
@@ -205,7 +216,7 @@ def runner_of(
   options = SETTINGS[entry.policy][entry.setting] | ({"budget_tokens": budget} if budget else {})
   policy = make_policy(entry.policy, **options)
   config = CacheConfig(batch, capacity, PAGE, base_tokens=base)
-  return prepare(tiny_model(shape)[0], policy, entry.store, config, chunk_tokens=chunk)
+  return prepare(model_of(entry, shape)[0], policy, entry.store, config, chunk_tokens=chunk)
 
 
 def tokens_of(lengths: Sequence[int], vocab: int = 160, seed: int = 0) -> list[list[int]]:
@@ -299,12 +310,17 @@ def filled(tree, value):
 def filled_cache(cache: KVCache, value) -> KVCache:
   """The cache with value everywhere, host pools included, which stay where they are."""
 
-  @jax.jit
-  def full_on_host(pools):
-    number = jax.device_put(jnp.float32(value), jax.memory.Space.Host)
-    return jax.tree.map(lambda pool: jax.lax.broadcast(number, pool.shape), pools)
+  def full(x):  # by numpy, which compiles nothing
+    return jnp.asarray(np.full(x.shape, value, x.dtype)) if x.dtype == jnp.float32 else x
 
-  return filled(cache.replace(host=None), value).replace(host=full_on_host(cache.host))
+  on_host = cache.host and _filled_on_host(cache.host, np.float32(value))
+  return jax.tree.map(full, cache.replace(host=None)).replace(host=on_host)
+
+
+@jax.jit
+def _filled_on_host(pools, value):
+  number = jax.device_put(value, jax.memory.Space.Host)
+  return jax.tree.map(lambda pool: jax.lax.broadcast(number, pool.shape), pools)
 
 
 def padded(rows: Sequence[Sequence[int]]) -> jnp.ndarray:

@@ -28,7 +28,7 @@ every_harsh_entry = pytest.mark.parametrize("entry", HARSH, ids=str)
 )
 def test_nothing_compiles_after_the_first_short_run(entry, temperature, caplog):
   jax.clear_caches()  # what another test has compiled would not be compiled here
-  params, sampling = matrix.tiny_model(SHAPE)[1], Sampling(temperature)
+  params, sampling = matrix.model_of(entry, SHAPE)[1], Sampling(temperature)
   runner = matrix.runner_of(entry, SHAPE, batch=2)
   generate(runner, params, [[1] * 32, [2] * 5], max_new_tokens=3, sampling=sampling)
   sizes = [step._cache_size() for step in (steps.prefill_chunk, steps.next_token)]
@@ -77,7 +77,7 @@ def test_bytes_told_are_bytes_held(entry, dtype):
   """Before anything is allocated, per part; and afterwards of what really lives."""
   config = CacheConfig(3, 200, matrix.PAGE, dtype)
   policy = make_policy(entry.policy, **matrix.SETTINGS[entry.policy][entry.setting])
-  model, _ = matrix.tiny_model(SHAPE)
+  model, _ = matrix.model_of(entry, SHAPE)
   runner = prepare(model, policy, entry.store, config, chunk_tokens=64)
   cache = steps.empty_cache(runner)
   parts = [(runner.prefill_bytes, cache)]

@@ -27,7 +27,7 @@ def test_padding_on_either_side(sides):
 def test_generation_does_not_see_padding():
   entry = next(e for e in matrix.entries() if e.policy == "dense")
   runner = matrix.runner_of(entry, matrix.SHAPES[0], batch=3)
-  params = matrix.tiny_model(matrix.SHAPES[0])[1]
+  params = matrix.model_of(entry, matrix.SHAPES[0])[1]
   said = [
     generate(runner, params, unpad(*_padded(sides)), max_new_tokens=4).tokens
     for sides in ((0, 0, 0), (3, 5, 2))

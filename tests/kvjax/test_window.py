@@ -27,14 +27,20 @@ FULL = 1024
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 ENTRIES = matrix.entries()
 HARSH = [entry for entry in ENTRIES if entry.setting == "harsh"]
+THOROUGH = [entry for entry in HARSH if entry.policy in matrix.THOROUGH]
 every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 every_harsh_entry = pytest.mark.parametrize("entry", HARSH, ids=str)
 
 
+def model_of(entry, window: int | None = WINDOW):
+  return tiny_model(matrix.model_of(entry, SHAPE)[0].config.num_layers, window)
+
+
 @cache
-def tiny_model(window: int | None = WINDOW):
-  config, params = matrix.tiny_model(SHAPE)[0].config, matrix.tiny_model(SHAPE)[1]
-  return build(dataclasses.replace(config, family="mistral", window_tokens=window)), params
+def tiny_model(num_layers: int, window: int | None):
+  model, params = matrix.tiny_model(SHAPE, num_layers)
+  config = dataclasses.replace(model.config, family="mistral", window_tokens=window)
+  return build(config), params
 
 
 @cache
@@ -42,12 +48,12 @@ def runner_of(entry, *, window=WINDOW, capacity=160, chunk=CHUNK, budget=None, b
   options = matrix.SETTINGS[entry.policy][entry.setting]
   policy = make_policy(entry.policy, **options | ({"budget_tokens": budget} if budget else {}))
   config = CacheConfig(batch, capacity, PAGE)
-  return prepare(tiny_model(window)[0], policy, entry.store, config, chunk_tokens=chunk)
+  return prepare(model_of(entry, window)[0], policy, entry.store, config, chunk_tokens=chunk)
 
 
 @cache
 def base_run(entry) -> matrix.Run:
-  return matrix.teacher_forced(runner_of(entry), tiny_model()[1], ROWS, LENGTHS)
+  return matrix.teacher_forced(runner_of(entry), model_of(entry)[1], ROWS, LENGTHS)
 
 
 def windowed(masks, positions=None):
@@ -63,7 +69,7 @@ def windowed(masks, positions=None):
 @every_entry
 def test_masked_dense_attention_equals_the_method(entry):
   """The window hides what a policy selected beyond it, at the distances that attention sees."""
-  model, params = tiny_model()
+  model, params = model_of(entry)
   run, total = base_run(entry), max(map(len, ROWS))
   positions = masked.true_positions(len(LENGTHS), total)
   if runner_of(entry).policy.cache_positions is not None:
@@ -76,7 +82,7 @@ def test_masked_dense_attention_equals_the_method(entry):
 
 @every_harsh_entry
 def test_full_budget_equals_dense_within_the_window(entry):
-  model, params = tiny_model()
+  model, params = model_of(entry)
   runner = runner_of(entry, budget=FULL)
   run = matrix.teacher_forced(runner, params, ROWS, LENGTHS)
   total = max(map(len, ROWS))
@@ -85,46 +91,49 @@ def test_full_budget_equals_dense_within_the_window(entry):
   found = masked.logits(model, params, matrix.padded(ROWS), visible, *positions)
   np.testing.assert_allclose(run.logits, matrix.aligned(found, LENGTHS, NUM_STEPS), **TOLERANCE)
   long = np.array(LENGTHS) > WINDOW
-  assert np.abs(run.logits - unbounded())[:, long].max(axis=-1).min() > 1e-4
+  assert np.abs(run.logits - unbounded(model.config.num_layers))[:, long].max(axis=-1).min() > 1e-4
 
 
 @cache
-def unbounded() -> np.ndarray:
+def unbounded(num_layers: int) -> np.ndarray:
   """Logits of the model without its window."""
-  model, params = tiny_model(None)
+  model, params = tiny_model(num_layers, None)
   return matrix.aligned(naive.logits(model, params, matrix.padded(ROWS)), LENGTHS, NUM_STEPS)
 
 
 CHANGES = ({"capacity": 130}, {"capacity": 640}, {"chunk": 128})
-AT_ONCE = ({"capacity": 640, "chunk": 128},)
 
 
-@pytest.mark.parametrize(
-  ("entry", "change"),
-  [
-    (entry, change)
-    for entry in HARSH
-    for change in (CHANGES if entry.policy in matrix.THOROUGH else AT_ONCE)
-  ],
-  ids=str,
-)
+@pytest.mark.parametrize("entry", THOROUGH, ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_rings_chunks_and_capacity_do_not_matter(entry, change):
   lengths = (100, 30, 110, 1)  # which fit the smallest capacity
   rows = [row[: length + NUM_STEPS] for row, length in zip(ROWS, lengths, strict=True)]
   runs = [
-    matrix.teacher_forced(runner_of(entry, **options), tiny_model()[1], rows, lengths).logits
+    matrix.teacher_forced(runner_of(entry, **options), model_of(entry)[1], rows, lengths).logits
     for options in ({}, change)
   ]
   np.testing.assert_allclose(*runs, **TOLERANCE)
 
 
-@every_harsh_entry
+def _check_alone(entry, row, **change):
+  runner = runner_of(entry, batch=1, **change)
+  mine = slice(row, row + 1)
+  alone = matrix.teacher_forced(runner, model_of(entry)[1], ROWS[mine], LENGTHS[mine])
+  np.testing.assert_allclose(alone.logits[:, 0], base_run(entry).logits[:, row], **TOLERANCE)
+
+
+@pytest.mark.parametrize("entry", THOROUGH, ids=str)
 def test_a_row_alone_equals_the_row_in_a_batch(entry):
   for row in (1, 3):
-    alone = matrix.teacher_forced(
-      runner_of(entry, batch=1), tiny_model()[1], ROWS[row : row + 1], LENGTHS[row : row + 1]
-    )
-    np.testing.assert_allclose(alone.logits[:, 0], base_run(entry).logits[:, row], **TOLERANCE)
+    _check_alone(entry, row)
+
+
+@pytest.mark.parametrize("entry", [e for e in HARSH if e not in THOROUGH], ids=str)
+def test_a_row_alone_with_another_ring_and_capacity_equals_the_row_in_a_batch(entry):
+  """All at once, as in test_laws.py: one row, in larger chunks and so a larger ring."""
+  for row in range(len(LENGTHS)):
+    _check_alone(entry, row, capacity=640, chunk=128)
 
 
 @every_entry
@@ -152,7 +161,7 @@ def test_what_has_left_the_window_may_be_anything(entry, value, monkeypatch):
 
   monkeypatch.setattr(steps, "empty_cache", poisoned)
   between = jax.jit(partial(poison_out_of_sight, runner, value))
-  run = matrix.teacher_forced(runner, tiny_model()[1], ROWS, LENGTHS, between)
+  run = matrix.teacher_forced(runner, model_of(entry)[1], ROWS, LENGTHS, between)
   np.testing.assert_allclose(run.logits, base_run(entry).logits, **TOLERANCE)
 
 
@@ -192,7 +201,7 @@ def test_a_second_step_compiles_nothing_when_the_ring_turns():
   entry = next(e for e in ENTRIES if e.policy == "dense")
   runner = runner_of(entry, capacity=320)
   rows = [list(range(1, 150))] * len(LENGTHS)
-  matrix.teacher_forced(runner, tiny_model()[1], rows, (100,) * len(LENGTHS))
+  matrix.teacher_forced(runner, model_of(entry)[1], rows, (100,) * len(LENGTHS))
   size = matrix.spied_step._cache_size()
-  matrix.teacher_forced(runner, tiny_model()[1], rows, (120,) * len(LENGTHS))
+  matrix.teacher_forced(runner, model_of(entry)[1], rows, (120,) * len(LENGTHS))
   assert matrix.spied_step._cache_size() == size

@@ -60,7 +60,7 @@ def test_the_policy_does_not_mind_what_its_state_held_before(entry, monkeypatch)
     return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == "float32" else x, cache)
 
   monkeypatch.setattr(steps, "empty_cache", poisoned)
-  params = matrix.tiny_model(test_laws.SHAPE)[1]
+  params = matrix.model_of(entry, test_laws.SHAPE)[1]
   run = matrix.teacher_forced(runner, params, matrix.ROWS, matrix.LENGTHS)
   np.testing.assert_allclose(run.logits, expected.logits, **test_laws.TOLERANCE)
 
