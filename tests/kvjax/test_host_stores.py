@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 import numpy as np
 import pytest
@@ -43,20 +45,32 @@ CASES = [
 ]
 
 
-def _runner(name, setting, store, **changes):
+def _prepare(name, setting, store, **changes):
   policy = make_policy(name, **matrix.SETTINGS[name][setting])
   config = CacheConfig(len(LENGTHS), matrix.CAPACITY, PAGE)
-  return prepare(matrix.tiny_model(SHAPE)[0], policy, store, config, chunk_tokens=64, **changes)
+  model = matrix.model_of(matrix.Entry(name, setting, store), SHAPE)[0]
+  return prepare(model, policy, store, config, chunk_tokens=64, **changes)
 
 
-def _tokens(runner, **options):
-  return generate(runner, PARAMS, PROMPTS, max_new_tokens=NUM_STEPS, **options).tokens
+_runner = cache(_prepare)  # what is compiled for a runner is found again by the next test
+
+
+def _params(runner):
+  return matrix.tiny_model(SHAPE, runner.model.config.num_layers)[1]
+
+
+def _tokens(runner):
+  return generate(runner, _params(runner), PROMPTS, max_new_tokens=NUM_STEPS).tokens
+
+
+@cache
+def _tokens_of_the_device(name, setting):
+  return _tokens(_runner(name, setting, "resident"))
 
 
 @pytest.mark.parametrize(("name", "setting", "store"), CASES)
 def test_tokens_are_those_of_the_device(name, setting, store):
-  resident = _tokens(_runner(name, setting, "resident"))
-  assert _tokens(_runner(name, setting, store)) == resident
+  assert _tokens(_runner(name, setting, store)) == _tokens_of_the_device(name, setting)
 
 
 def test_every_recalling_policy_is_here():
@@ -162,7 +176,7 @@ def test_a_selection_too_large_for_the_device_is_told_and_changes_nothing():
 
 def test_host_pools_lie_on_the_host_and_nothing_of_them_on_the_device():
   runner = _runner("quest", "harsh", "whole_page")
-  cache = prefill(runner, PARAMS, PROMPTS)[1]
+  cache = prefill(runner, _params(runner), PROMPTS)[1]
   assert {pool.sharding.memory_kind for pool in cache.host} == {"pinned_host"}
   assert cache.pools is None
   for leaf in jax.tree.leaves(cache.replace(host=None)):
@@ -192,13 +206,13 @@ def test_stores_that_are_refused(spec, message):
 
 def test_a_list_for_each_query_head_is_not_for_op_blocks():
   with pytest.raises(ValueError, match="cannot run on store 'op_block'"):
-    _runner("quest", "harsh", "op_block")
+    _prepare("quest", "harsh", "op_block")
 
 
 def test_a_host_pool_beyond_what_can_be_pinned(monkeypatch):
   monkeypatch.setattr(host, "limit_bytes", lambda backend: 1000)
   with pytest.raises(ValueError, match=r"host pools need .* bytes and at most 1000 can be pinned"):
-    _runner("quest", "harsh", "whole_page")
+    _prepare("quest", "harsh", "whole_page")
   monkeypatch.undo()
   monkeypatch.setenv(host.LIMIT_VARIABLE, "2")
   assert host.limit_bytes("gpu") == 2 * 2**30
@@ -209,7 +223,7 @@ def test_a_host_pool_beyond_what_can_be_pinned(monkeypatch):
 def test_a_mesh_is_refused():
   mesh = jax.sharding.AbstractMesh((1, 1), ("data", "model"))
   with pytest.raises(ValueError, match="'whole_page' runs on one device"):
-    _runner("quest", "harsh", "whole_page", mesh=mesh)
+    _prepare("quest", "harsh", "whole_page", mesh=mesh)
 
 
 def test_two_requests_after_each_other_share_nothing():
