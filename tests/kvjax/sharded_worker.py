@@ -55,7 +55,12 @@ class Case(NamedTuple):
 
 
 def llama():
-  return matrix.tiny_model(SHAPE)
+  return matrix.tiny_model(SHAPE, 2)
+
+
+def deeper():
+  """Two layers that share the selection of a third."""
+  return matrix.tiny_model(SHAPE, 3)
 
 
 def other(family: str, **changes):
@@ -90,7 +95,10 @@ def _splits_heads(entry: matrix.Entry) -> bool:
 
 ALONE = {
   f"llama-{entry}": Case(
-    (2, 4) if _splits_heads(entry) else (4, 1), entry, llama, compiled=entry in FIRST
+    (2, 4) if _splits_heads(entry) else (4, 1),
+    entry,
+    deeper if entry.policy == "omnikv" else llama,
+    compiled=entry in FIRST,
   )
   for entry in matrix.entries()
   if entry.setting == "harsh" and entry.policy in SHARDED and entry.store not in matrix.HOST
