@@ -20,7 +20,8 @@ import numpy as np
 from absl import flags
 
 from eval import cli
-from eval.results import device_kind, human_seconds
+from eval.results import device_kind
+from eval.tables import human_seconds
 from kvjax import CacheConfig, decode_step, make_policy, prepare
 from kvjax.engine.generate import prefill
 from kvjax.sim import Machine, decode_step_s, prefill_s

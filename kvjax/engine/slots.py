@@ -22,12 +22,12 @@ from jax import lax
 
 from kvjax.cache import KVCache
 from kvjax.cache.contiguous import Contiguous
+from kvjax.cache.counting import places
 from kvjax.cache.paged import Pools
 from kvjax.engine import steps
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import Runner
 from kvjax.stores.traffic import Traffic
-from kvjax.stores.whole_page import compacted
 from kvjax.types import Params
 from pallas_kernels.control import run_if
 from pallas_kernels.recall_pages import offload_pages, recall_pages
@@ -75,9 +75,9 @@ def _with_pages(runner: Runner, cache: KVCache, pages: Pools, table, length, slo
   there = (place < used) & (table[:, 0] < pages.num_pages)
   if runner.decode_config.ring_tokens is not None and not runner.store.drops:
     there &= place >= used - runner.decode_config.slots_per_row // c
-  order, count = compacted(there.reshape(-1))
+  order, count = places(there.reshape(-1), there.size), there.sum(dtype=jnp.int32)
   theirs = lax.dynamic_index_in_dim(cache.table, slot, axis=1, keepdims=False)
-  source, target = (ids.reshape(-1)[order] for ids in (table[:, 0], theirs))
+  source, target = (ids.reshape(-1).at[order].get(mode="clip") for ids in (table[:, 0], theirs))
   moves = source, target, count
   if cache.host is None:
     args = tuple(pages), tuple(cache.pools), *moves

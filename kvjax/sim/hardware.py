@@ -2,7 +2,7 @@
 
 GPUs are the peaks of their data sheets times the share of a peak that well-written code reaches
 (`_PRODUCTS`, `_MEMORY`, `_LINK`): an assumption of ours, the same for all of them, so that ratios
-between methods on one machine depend little on it. A CPU is what `scripts.calibrate` measures on it.
+between methods on one machine depend little on it. A CPU is what `scripts.calibrate` measured.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def fetch(
   """Brings back the selected pages that are away; the ticket is the selection."""
   state, (b, heads, p) = cache.store_state, cache.table.shape[1:]
   table, null = state.tables[row], state.pools[row].num_pages
-  wanted = wanted_pages(selection, heads, p)
+  wanted = wanted_pages(selection, heads, p, cache.host.page_size)
   away = wanted & (table == null)
   counts = _counts(selection, away, lengths, cache.host.page_size)
   counts |= {"pages_used": wanted, "pages_hit": wanted & ~away}

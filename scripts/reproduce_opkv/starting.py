@@ -10,8 +10,9 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli, layers, replay, texts
-from eval.results import Row, human_bytes
+from eval.results import Row
 from eval.run_throughput import pick_policies
+from eval.tables import human_bytes
 from kvjax import CacheConfig, prepare
 from kvjax.engine.generate import check_request
 from kvjax.engine.placing import make_store
