@@ -24,19 +24,17 @@ from tests import aot
 from tests.kvjax import matrix
 from tests.kvjax.matrix import Entry
 
-SHAPE, NEW, SLOTS = matrix.SHAPES[0], 18, 3
+SHAPE, NEW, SLOTS = matrix.SHAPES[0], 10, 3
 MODEL, PARAMS = matrix.tiny_model(SHAPE)
-PROMPTS = [tuple(row) for row in matrix.tokens_of([127, 5, 64, 90, 130, 33, 111, 1], seed=3)]
-# Every kind of state that a row can have, on every kind of store.
+PROMPTS = [tuple(row) for row in matrix.tokens_of([127, 5, 64, 130, 33, 1], seed=3)]
+# Policies on every kind of store; the others below.
 CASES = (
   Entry("dense", "harsh", "resident"),
   Entry("quest", "harsh", "resident"),
-  Entry("clusterkv", "harsh", "resident"),
   Entry("streaming", "harsh", "compact"),
   Entry("h2o", "harsh", "compact"),
   Entry("snapkv", "harsh", "compact"),
   Entry("omnikv", "harsh", "whole_page"),
-  Entry("flexicache", "harsh", "prefetch_all"),
   Entry("infinigen", "gentle", "op_block:strict=True"),
   Entry("quest", "gentle", "token_slots:strict=True"),
 )
@@ -97,15 +95,15 @@ def free_blocks(state: KVCache, rows) -> None:
     assert (tokens[owner < 0] == -1).all() and (tokens[owner >= 0] >= 0).any(axis=-1).all()
 
 
-def at_random(server: Server, backend: Harsh, first_id: int) -> list[Finished]:
-  """Serves every prompt once, while requests that nobody waits for come, go, and are preempted."""
-  rng, ended, coming = backend.rng, [], list(range(len(PROMPTS)))
+def at_random(server: Server, backend: Harsh, first_id: int, count: int) -> list[Finished]:
+  """Serves so many prompts once, while requests that nobody waits for come, go, and are preempted."""
+  rng, ended, coming = backend.rng, [], list(range(count))
   rng.shuffle(coming)
   while coming or server.busy:
     if coming and rng.random() < 0.4:
       i = coming.pop()
       server.submit(Request(first_id + i, PROMPTS[i], NEW))
-    if rng.random() < 0.15:
+    if rng.random() < 0.1:
       cancelled = first_id + 1000 + rng.randrange(10**6)
       server.submit(Request(cancelled, rng.choice(PROMPTS), NEW))
       server.step()
@@ -123,19 +121,19 @@ def test_a_request_gets_what_it_gets_alone(entry, caplog):
   expected = alone(entry)
   backend = Harsh(runner_of(entry), seed=1)
   server = Server(backend, VirtualClock())
-  ended = at_random(server, backend, 0)
+  ended = at_random(server, backend, 0, len(PROMPTS))
   backend.cache = poisoned(backend.cache)
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
-    ended += at_random(server, backend, 100)
+    ended += at_random(server, backend, 100, 3)
   compiled = [line for line in map(str, caplog.messages) if line.startswith("Compiling")]
   assert not compiled
   done = {f.request.id: f for f in ended if f.outcome is Outcome.DONE}
-  assert set(done) >= {*range(len(PROMPTS)), *range(100, 100 + len(PROMPTS))}
+  assert set(done) >= {*range(len(PROMPTS)), *range(100, 103)}
   for finished in ended:
     assert finished.outcome in (Outcome.DONE, Outcome.CANCELLED)
     tokens = expected[PROMPTS.index(finished.request.prompt)]
     assert finished.tokens == tokens[: len(finished.tokens)]
-  assert sum(f.preemptions for f in ended) > 3 and sum(f.sat_out for f in ended) > 20
+  assert sum(f.preemptions for f in ended) > 1 and sum(f.sat_out for f in ended) > 10
   free_blocks(backend.cache, range(SLOTS))
   assert not np.asarray(backend.cache.lengths).any()
 
@@ -158,7 +156,7 @@ def on_host(state: KVCache):
 OTHERS = tuple(
   Entry(name, "harsh", make_policy(name, **matrix.SETTINGS[name]["harsh"]).stores[0])
   for name in matrix.SETTINGS
-  if name not in {entry.policy for entry in CASES} - {"flexicache"}
+  if name not in {entry.policy for entry in CASES}
 )
 
 
@@ -167,7 +165,7 @@ def test_a_row_that_sits_out_stays_as_it_is(entry):
   """Also of policies that are not served above; two rows, and a slot that was never used."""
   backend = JaxBackend(runner_of(entry), PARAMS)
   backend.cache = poisoned(backend.cache)
-  newest = {slot: backend.start(slot, PROMPTS[3 * slot]).tokens[slot] for slot in (0, 2)}
+  newest = {slot: backend.start(slot, PROMPTS[2 * slot]).tokens[slot] for slot in (0, 2)}
   expected = {0: [newest[0]], 2: [newest[2]]}
   for _ in range(3):
     for going in ((0, 2), (0,), (2,), ()):
@@ -176,9 +174,9 @@ def test_a_row_that_sits_out_stays_as_it_is(entry):
       for slot, token in made.items():
         expected[slot].append(token)
     nothing_changes(backend)
-  assert np.asarray(backend.cache.lengths).tolist() == [127 + 6, 0, 111 + 6]
+  assert np.asarray(backend.cache.lengths).tolist() == [127 + 6, 0, 33 + 6]
   if entry in CASES:
-    assert expected == {slot: list(alone(entry)[3 * slot][:7]) for slot in expected}
+    assert expected == {slot: list(alone(entry)[2 * slot][:7]) for slot in expected}
 
 
 def test_a_row_that_outgrows_its_store_fails_alone():
@@ -229,8 +227,7 @@ def test_windows_are_rings_of_their_own():
   runner = prepare(build(config), policy, "resident", cache_config, chunk_tokens=64)
   assert runner.decode_config.ring_tokens == 128
   prompts = matrix.tokens_of([290, 40, 130, 128])
-  backend = JaxBackend(runner, PARAMS)
-  backend.cache = poisoned(backend.cache)
+  backend = Harsh(runner, seed=2)
   requests = [Request(i, tuple(prompt), 8) for i, prompt in enumerate(prompts)]
   for finished in serve(requests, backend, VirtualClock()):
     prompt = [finished.request.prompt]
@@ -238,10 +235,10 @@ def test_windows_are_rings_of_their_own():
     assert finished.tokens == tuple(same.tokens[0])
 
 
-@pytest.mark.parametrize("entry", [CASES[0], CASES[6]], ids=str)
-def test_after_warming_up_nothing_compiles(entry, caplog):
-  jax.clear_caches()  # what another test has compiled would not be compiled here
-  backend = JaxBackend(runner_of(entry), PARAMS)
+def test_after_warming_up_nothing_compiles(caplog):
+  """Slots as no other test has them: what one has compiled would not be compiled here."""
+  entry = Entry("omnikv", "harsh", "whole_page")
+  backend = JaxBackend(matrix.runner_of(entry, SHAPE, batch=2), PARAMS)
   backend.warm_up()
   assert not np.asarray(backend.cache.lengths).any()
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
