@@ -33,6 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # end together. The others take a few seconds each and come last.
 _LONG = (
   *("test_laws", "test_window", "test_sharded", "test_laws_compiled", "test_golden_families"),
+  *("test_host_stores", "test_head_tiered", "test_batching"),
   *("test_small", "test_omnikv", "test_evicting", "test_quickstart", "test_clusterkv"),
   *("test_infinigen", "test_snapkv", "test_profiling", "test_streaming", "test_page_policies"),
   *("test_int8_digests", "test_throughput", "test_page_scores", "test_train_small", "test_replay"),

@@ -122,8 +122,7 @@ def infinigen(
     is_last = inputs.row + 1 == len(state.partial)
     return selection, state._replace(ahead=None) if is_last else look_ahead(state, inputs)
 
-  def ahead(state: _State, row: int) -> Selection | None:
-    del row
+  def ahead(state: _State, _row: int) -> Selection | None:
     chosen = state.ahead
     return None if chosen is None else _tokens.select_tokens(chosen, budget_tokens, page_size)
 

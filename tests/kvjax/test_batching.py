@@ -96,7 +96,7 @@ def free_blocks(state: KVCache, rows) -> None:
 
 
 def at_random(server: Server, backend: Harsh, first_id: int, count: int) -> list[Finished]:
-  """Serves so many prompts once, while requests that nobody waits for come, go, and are preempted."""
+  """Serves so many prompts once, among others that come, go and are preempted."""
   rng, ended, coming = backend.rng, [], list(range(count))
   rng.shuffle(coming)
   while coming or server.busy:
