@@ -4,7 +4,7 @@ Every page lies in host memory. The device holds a pool of OP blocks for each se
 later steps use again since what is selected changes slowly, and for each list (row and KV head) one
 ordered page with the newest tokens. What a step copies and reads is planned by
 `sub_block_manager.plan`. Layers that select the same tokens (`LayerPlan.shared`) share the plan and
-its metadata.
+its metadata. With `shared=False` each list has a pool of its own (`kvjax.opkv.apart`).
 
 Departures from the paper. Tokens are written through to the host when they are made, not when their
 page is full: the bytes are the same. The pool of a layer is an array of its own, so that the copies
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from kvjax.cache.kv_cache import TOO_SMALL, KVCache
 from kvjax.cache.paged import Pools
 from kvjax.config import CacheConfig
+from kvjax.opkv.apart import no_blocks_apart, plan_apart
 from kvjax.opkv.blocks import Blocks, no_blocks, release
 from kvjax.opkv.recalling import (
   append_newest,
@@ -46,11 +47,13 @@ class OpBlockState(flax.struct.PyTreeNode):
 
   Attributes:
     blocks: metadata of the pools, one for layers that share it.
-    pools: f[n + X, C, D] of each selecting layer: n OP blocks, then the ordered page of each list.
+    pools: f[n + X, C, D] of each selecting layer: n OP blocks, then the ordered page of each list;
+      where pools are not shared, for each list its n/X blocks and then its ordered page.
     traffic: what was moved.
     plan: within a step, of the layers that are being served; None between steps.
     group: of each selecting layer, which metadata it has.
     settings: of the plans.
+    shared: all lists of a layer have one pool.
   """
 
   blocks: tuple[Blocks, ...]
@@ -59,18 +62,20 @@ class OpBlockState(flax.struct.PyTreeNode):
   plan: Plan | None
   group: tuple[int, ...] = flax.struct.field(pytree_node=False)
   settings: Settings = flax.struct.field(pytree_node=False)
+  shared: bool = flax.struct.field(pytree_node=False)
 
 
 class Ticket(NamedTuple):
   """What a layer will read.
 
   Attributes:
-    pages: i32[X, M + 1], rows of the layer's pool; the last is the ordered page.
+    pages: i32[X, M + 1], rows of the layer's pool; the last is the ordered page. None for all of
+      them, list after list.
     mask: bool[X, M + 1, C].
     positions: i32[X, M + 1, C].
   """
 
-  pages: jax.Array
+  pages: jax.Array | None
   mask: jax.Array
   positions: jax.Array
 
@@ -84,6 +89,7 @@ def op_block(
   reuse: bool = True,
   eviction: str = "s3fifo",
   slack: float = 1.2,
+  shared: bool = True,
 ) -> Store:
   """OPKV's store.
 
@@ -96,6 +102,8 @@ def op_block(
     reuse: False for the ablation that uses no block twice.
     eviction: "fifo", "lru" or "s3fifo".
     slack: OP blocks of the pool over those that the policy's budget fills, at least 1.
+    shared: the lists of a layer share its pool, as in the paper; False, ours: each has its own
+      part, which attention reads in place.
 
   Raises:
     ValueError: an argument outside these ranges.
@@ -110,8 +118,8 @@ def op_block(
     fetch=fetch,
     recall=recall,
     release=resident.release,
-    seal=partial(seal, settings=settings, slack=slack),
-    insert=insert,
+    seal=partial(seal, settings=settings, slack=slack, shared=shared),
+    insert=insert if shared else None,
     free=free,
   )
 
@@ -124,6 +132,7 @@ def seal(
   *,
   settings: Settings,
   slack: float,
+  shared: bool,
 ) -> KVCache:
   """The cache with its pages on the host only; no OP blocks yet, the newest page of each list."""
   cache = resident.seal(cache, policy, cache_config, layer_plan)
@@ -136,15 +145,19 @@ def seal(
   if settings.filling == "by_page":  # each selected token may be in a page of its own
     width = min(budget, p)
     n = max(n, lists * width)
-  settings = settings._replace(width=width, heads=heads)
-  group = groups(layer_plan, rows)
+  settings = settings._replace(width=width, heads=heads if shared else 1)
+  n = n if shared else lists * width
+  group, parts = groups(layer_plan, rows), 1 if shared else lists
 
   def before(newest):
-    return jnp.concatenate([jnp.zeros((n, c, d), newest.dtype), newest])
+    empty = jnp.zeros((parts, n // parts, c, d), newest.dtype)
+    newest = newest.reshape(parts, lists // parts, c, d)
+    return jnp.concatenate([empty, newest], axis=1).reshape(-1, c, d)
 
   pools = tuple(Pools(*map(before, newest_pages(cache, row))) for row in range(rows))
-  blocks = tuple(no_blocks(n, c, settings.order, lists, p * c) for _ in {*group})
-  state = OpBlockState(blocks, pools, no_traffic(b), None, group, settings)
+  make, size = (no_blocks, n) if shared else (no_blocks_apart, width)
+  blocks = tuple(make(size, c, settings.order, lists, p * c) for _ in {*group})
+  state = OpBlockState(blocks, pools, no_traffic(b), None, group, settings, shared)
   return cache.replace(pools=None, store_state=state)
 
 
@@ -161,15 +174,14 @@ def insert(state: OpBlockState, one: OpBlockState, slot: jax.Array) -> OpBlockSt
 
 def free(state: OpBlockState, ended: jax.Array) -> OpBlockState:
   """Without the OP blocks of rows that ended."""
-  lists = jnp.repeat(ended, state.settings.heads)
+  lists = jnp.repeat(ended, _lists(state) // ended.shape[0])
   return state.replace(blocks=tuple(release(blocks, lists) for blocks in state.blocks))
 
 
 def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:
   """Writes one token a row to the host and to the ordered page of each list."""
   state = cache.store_state
-  n = state.blocks[0].owner.shape[0]
-  pages = n + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
+  pages = ordered_pages(state).reshape(slots.shape)
   pools, cache = append_newest(cache, row, state.pools[row], pages, k, v, positions, slots)
   return cache.replace(store_state=state.replace(pools=replaced(state.pools, row, pools)))
 
@@ -183,12 +195,13 @@ def fetch(
   newest = ordered_page(cache, lengths)[0]
   selected = selected_tokens(cache, selection, lengths)
   if state.plan is None:
-    step = plan(state.blocks[group], selected, state.settings, newest)
+    make = plan if state.shared else plan_apart
+    step = make(state.blocks[group], selected, state.settings, newest)
     small = jnp.where(step.too_small, TOO_SMALL, 0).astype(jnp.uint32)
     cache = cache.replace(overflow=cache.overflow | small)
     state = state.replace(blocks=replaced(state.blocks, group, step.blocks), plan=step)
   step = state.plan
-  moves = step.source, step.target, step.count
+  moves = step.source, in_pool(state, step.target), step.count
   pools, cache = copy_tokens(cache, row, state.pools[row], *moves)
   traffic = add(
     state.traffic,
@@ -203,7 +216,7 @@ def fetch(
     traffic=traffic,
     plan=None if is_last(state.group, row) else step,
   )
-  ticket = _ticket(step, selected, ordered_page(cache, lengths), state.settings.strict)
+  ticket = _ticket(state, step, selected, ordered_page(cache, lengths))
   return ticket, cache.replace(store_state=state)
 
 
@@ -212,16 +225,39 @@ def recall(
 ) -> tuple[Recalled, KVCache]:
   """The blocks of each list and its ordered page."""
   b = lengths.shape[0]
-  pages, mask, positions = (x.reshape(b, -1, *x.shape[1:]) for x in ticket)
+  mask, positions = (x.reshape(b, -1, *x.shape[1:]) for x in ticket[1:])
+  pages = None if ticket.pages is None else ticket.pages.reshape(b, -1, ticket.pages.shape[1])
   return Recalled(cache.store_state.pools[row], pages, mask, positions), cache
 
 
-def _ticket(step: Plan, selected, ordered, strict: bool) -> Ticket:
-  n, lists = step.blocks.owner.shape[0], selected.shape[0]
+def ordered_pages(state: OpBlockState) -> jax.Array:
+  """i32[X]: where the ordered pages are in a layer's pool."""
+  n, lists = state.blocks[0].owner.shape[0], _lists(state)
+  x = jnp.arange(lists, dtype=jnp.int32)
+  return n + x if state.shared else (x + 1) * (n // lists) + x
+
+
+def in_pool(state: OpBlockState, slots: jax.Array) -> jax.Array:
+  """Slots b*C + i of OP blocks, as slots of a layer's pool, where ordered pages may lie between."""
+  n, c = state.blocks[0].tokens.shape
+  return slots if state.shared else slots + slots // (n // _lists(state) * c) * c
+
+
+def _lists(state: OpBlockState) -> int:
+  """X, each of which has one ordered page."""
+  return state.pools[0].num_pages - state.blocks[0].owner.shape[0]
+
+
+def _ticket(state: OpBlockState, step: Plan, selected, ordered) -> Ticket:
   _, within, there = ordered
-  if strict:
+  if state.settings.strict:
     there &= jnp.take_along_axis(selected, within, axis=1, mode="clip")
-  pages = jnp.concatenate([step.attended, n + jnp.arange(lists)[:, None]], axis=1)
-  mask = jnp.concatenate([step.mask, there[:, None]], axis=1)
-  positions = step.blocks.tokens.at[step.attended].get(mode="clip")
+  if state.shared:
+    pages = jnp.concatenate([step.attended, ordered_pages(state)[:, None]], axis=1)
+    positions = step.blocks.tokens.at[step.attended].get(mode="clip")
+    mask = step.mask
+  else:
+    pages, shape = None, (selected.shape[0], -1, within.shape[1])
+    mask, positions = step.visible.reshape(shape), step.blocks.tokens.reshape(shape)
+  mask = jnp.concatenate([mask, there[:, None]], axis=1)
   return Ticket(pages, mask, jnp.concatenate([positions, within[:, None]], axis=1))

@@ -73,6 +73,7 @@ class Plan(NamedTuple):
     count: i32[], tokens to copy.
     attended: i32[X, M], blocks to read: hits by id, then new ones by id; n for none.
     mask: bool[X, M, C], slots to read. A token is visible in one slot only.
+    visible: bool[n, C], the same by block.
     too_small: bool[], the pool or the width cannot hold the selection. Then nothing is planned,
       nothing is visible, and no block has changed.
     hits: i32[X], blocks that were reused.
@@ -87,6 +88,7 @@ class Plan(NamedTuple):
   count: jax.Array
   attended: jax.Array
   mask: jax.Array
+  visible: jax.Array
   too_small: jax.Array
   hits: jax.Array
   new: jax.Array
@@ -155,10 +157,11 @@ def plan(
   after = Blocks(tokens, _new_owner(blocks.owner, attended, hits), order)
   order = settings.order.insert(order, flat_tokens(after, lists, capacity), taken)
   shown = found.first & found.wanted if settings.strict else found.first
-  mask = (shown | (arrived >= 0)).at[attended].get(mode="fill", fill_value=False)
+  visible = (shown | (arrived >= 0)) & (found.hit | taken)[:, None]
+  mask = visible.at[attended].get(mode="fill", fill_value=False)
   return Plan(
     after._replace(order=order),
-    *(source, target, count, attended, mask, ~fits),
+    *(source, target, count, attended, mask, visible, ~fits),
     *(hits, new, moved, evicted),
   )
 

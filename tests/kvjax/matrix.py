@@ -111,8 +111,9 @@ HOST = {
   "whole_page": (("quest", "harsh"), ("infinigen", "harsh"), ("omnikv", "harsh")),
   "prefetch_all": (("infinigen", "harsh"),),
   "op_block:strict=True": (("flexicache", "harsh"), ("infinigen", "gentle"), ("omnikv", "harsh")),
+  "op_block:strict=True:shared=False": (("infinigen", "gentle"),),
   "token_slots:strict=True": (("infinigen", "gentle"), ("omnikv", "harsh")),
-  "head_tiered": (("flexicache", "harsh"), ("flexicache", "gentle")),
+  "head_tiered": (("flexicache", "harsh"),),
 }
 
 

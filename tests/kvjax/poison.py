@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.opkv.op_block import OpBlockState
+from kvjax.opkv.op_block import OpBlockState, in_pool, ordered_pages
 from kvjax.opkv.token_slots import SlotState
 from kvjax.policies._attention import ring_positions
 from kvjax.policies._kept import WithNewest
@@ -110,7 +110,10 @@ def _poison_recalled(cache, value):
       slots = state.slots[group].tokens >= 0
       used = jnp.concatenate([slots, ordered], axis=1).reshape(-1, PAGE)
     else:
-      used = jnp.concatenate([state.blocks[group].tokens >= 0, ordered])
+      tokens = state.blocks[group].tokens
+      place = in_pool(state, jnp.arange(tokens.size))
+      used = jnp.zeros(pool.keys.shape[0] * PAGE, bool).at[place].set(tokens.reshape(-1) >= 0)
+      used = used.reshape(-1, PAGE).at[ordered_pages(state)].set(ordered)
     pools.append(jax.tree.map(lambda x, used=used: jnp.where(used[..., None], x, value), pool))
   return cache.replace(store_state=state.replace(pools=tuple(pools)))
 

@@ -36,6 +36,7 @@ CASES = (
   Entry("snapkv", "harsh", "compact"),
   Entry("omnikv", "harsh", "whole_page"),
   Entry("infinigen", "gentle", "op_block:strict=True"),
+  Entry("infinigen", "gentle", "op_block:strict=True:shared=False"),
   Entry("quest", "gentle", "token_slots:strict=True"),
 )
 

@@ -13,6 +13,7 @@ from kvjax.cache import TOO_SMALL, host
 from kvjax.engine import steps
 from kvjax.engine.generate import check_overflow, prefill
 from kvjax.engine.placing import STORES, make_store
+from kvjax.opkv.op_block import in_pool
 from kvjax.stores.traffic import totals
 from tests.kvjax import matrix
 from tests.kvjax.matrix import LENGTHS, NUM_STEPS, PAGE, ROWS, SHAPES
@@ -30,6 +31,9 @@ EXACT = {
     ":strict=True:filling=by_page",
     ":strict=True:reuse=False",
     ":strict=True:filling=refill",
+    ":strict=True:shared=False",
+    ":strict=True:shared=False:filling=refill:eviction=lru",
+    ":strict=True:shared=False:filling=by_page:eviction=fifo",
   ),
   "token_slots": (":strict=True", ":strict=True:slack=1.5"),
   "head_tiered": ("",),
@@ -103,20 +107,22 @@ def test_more_is_visible_where_a_block_is_not_strict():
   assert seen[False][layer].sum() > seen[True][layer].sum()
 
 
-def test_what_came_back_is_what_was_made():
+@pytest.mark.parametrize("store", ["op_block", "op_block:shared=False"])
+def test_what_came_back_is_what_was_made(store):
   """Every block on the device holds, to the bit, the keys and values of the tokens it names."""
-  runner = _runner("infinigen", "gentle", "op_block")
+  runner = _runner("infinigen", "gentle", store)
   cache = matrix.teacher_forced(runner, PARAMS, ROWS, LENGTHS).cache
   state, checked = cache.store_state, 0
   for row, (group, pools) in enumerate(zip(state.group, state.pools, strict=True)):
     blocks, table = state.blocks[group], np.asarray(cache.table[row]).reshape(-1)
     tokens, owner = np.asarray(blocks.tokens), np.asarray(blocks.owner)
     assert (owner[(tokens >= 0).any(axis=1)] >= 0).all()
+    place = np.asarray(in_pool(state, np.arange(tokens.size))).reshape(tokens.shape)
     for block, slot in np.argwhere((tokens >= 0) & (owner >= 0)[:, None]):
-      t = tokens[block, slot]
+      t, at = tokens[block, slot], divmod(place[block, slot], PAGE)
       page = table[owner[block] * cache.table.shape[3] + t // PAGE]
       for kept, recalled in zip(cache.host, pools, strict=True):
-        np.testing.assert_array_equal(recalled[block, slot], np.asarray(kept)[page, t % PAGE])
+        np.testing.assert_array_equal(recalled[at], np.asarray(kept)[page, t % PAGE])
       checked += 1
   assert checked > 200
 
