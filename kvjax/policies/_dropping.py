@@ -6,6 +6,8 @@ remembers of a token by its position, which stays its own when slots change.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -87,8 +89,16 @@ def slot_of(positions: jax.Array, inputs: Inputs) -> jax.Array:
 
 
 def with_layer(state: State, inputs: Inputs, layer: State) -> State:
-  """The state of all selecting layers with this one's replaced."""
+  """The state of all selecting layers with this one's, arrays [B, ...], replaced; rows that sit a
+  decode step out keep theirs."""
+  if inputs.q is not None and inputs.q.shape[1] == 1:
+    takes_part = inputs.valid[:, 0]
+    layer = jax.tree.map(partial(_where_row, takes_part), layer, state[inputs.row])
   return (*state[: inputs.row], layer, *state[inputs.row + 1 :])
+
+
+def _where_row(chosen: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+  return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def _by_row(x: jax.Array) -> jax.Array:
