@@ -311,8 +311,10 @@ def filled(tree, value):
 def filled_cache(cache: KVCache, value) -> KVCache:
   """The cache with value everywhere, host pools included, which stay where they are."""
 
-  def full(x):  # by numpy, which compiles nothing
-    return jnp.asarray(np.full(x.shape, value, x.dtype)) if x.dtype == jnp.float32 else x
+  def full(x):  # by numpy, which compiles nothing; where x is bound to a device, bound to it too
+    if x.dtype != jnp.float32:
+      return x
+    return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding if x.committed else None)
 
   on_host = cache.host and _filled_on_host(cache.host, np.float32(value))
   return jax.tree.map(full, cache.replace(host=None)).replace(host=on_host)

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheConfig, KVCache, Sampling, generate, make_mesh, make_policy, prepare
+from kvjax import (
+  CacheConfig,
+  KVCache,
+  Runner,
+  Sampling,
+  generate,
+  make_mesh,
+  make_policy,
+  prepare,
+)
 from kvjax.engine import slots, steps
 from kvjax.engine.batching import JaxBackend
 from kvjax.engine.clock import VirtualClock
@@ -22,37 +31,47 @@ from kvjax.opkv.op_block import OpBlockState
 from models import PRESETS, build, param_shapes
 from tests import aot
 from tests.kvjax import matrix
-from tests.kvjax.matrix import Entry
 
 SHAPE, NEW, SLOTS = matrix.SHAPES[0], 10, 3
-MODEL, PARAMS = matrix.tiny_model(SHAPE)
-PROMPTS = [tuple(row) for row in matrix.tokens_of([127, 5, 64, 130, 33, 1], seed=3)]
-# Policies on every kind of store; the others below.
-CASES = (
-  Entry("dense", "harsh", "resident"),
-  Entry("quest", "harsh", "resident"),
-  Entry("streaming", "harsh", "compact"),
-  Entry("h2o", "harsh", "compact"),
-  Entry("snapkv", "harsh", "compact"),
-  Entry("omnikv", "harsh", "whole_page"),
-  Entry("infinigen", "gentle", "op_block:strict=True"),
-  Entry("infinigen", "gentle", "op_block:strict=True:shared=False"),
-  Entry("quest", "gentle", "token_slots:strict=True"),
-)
+MODEL, PARAMS = matrix.tiny_model(SHAPE, num_layers=2)
+PROMPTS = [tuple(row) for row in matrix.tokens_of([130, 5, 64, 127, 33, 1], seed=3)]
+# Policies on every kind of store, and what differs from their harsh setting in the matrix.
+CASES = {
+  "dense": ("dense", "resident", {}),
+  "quest": ("quest", "resident", {"dense_layers": 1}),
+  "streaming": ("streaming", "compact", {}),
+  "h2o": ("h2o", "compact", {}),
+  "snapkv": ("snapkv", "compact", {}),
+  "omnikv, whole_page": ("omnikv", "whole_page", {}),
+  "infinigen, op_block": ("infinigen", "op_block:strict=True", {"group": "max"}),
+  "infinigen, apart": ("infinigen", "op_block:strict=True:shared=False", {"group": "max"}),
+  "flexicache, head_tiered": ("flexicache", "head_tiered", {}),
+  "quest, token_slots": ("quest", "token_slots:strict=True", {"dense_layers": 1, "group": "max"}),
+}
+# All others, on their first store, and digests that keep the newest keys.
+OTHERS = {
+  name: (name, make_policy(name, **settings["harsh"]).stores[0], {})
+  for name, settings in matrix.SETTINGS.items()
+  if name not in {policy for policy, _, _ in CASES.values()}
+} | {"quest, int8": ("quest", "resident", {"dense_layers": 1, "digest_dtype": "int8"})}
 
 
 @cache
-def alone(entry: Entry) -> list[tuple[int, ...]]:
+def runner_of(case: str, store: str | None = None, batch: int = SLOTS) -> Runner:
+  name, own_store, options = (CASES | OTHERS)[case]
+  policy = make_policy(name, **matrix.SETTINGS[name]["harsh"] | options)
+  config = CacheConfig(batch, matrix.CAPACITY, matrix.PAGE)
+  return prepare(MODEL, policy, store or own_store, config, chunk_tokens=64)
+
+
+@cache
+def alone(case: str) -> list[tuple[int, ...]]:
   """What each prompt gets by itself, on the device (as with a host tier: test_host_stores.py)."""
-  store = entry.store if entry.store == "compact" else "resident"
-  runner = slots.with_batch(runner_of(entry._replace(store=store)), 1)
+  store = "compact" if CASES[case][1] == "compact" else "resident"
+  runner = slots.with_batch(runner_of(case, store), 1)
   return [
     tuple(generate(runner, PARAMS, [prompt], max_new_tokens=NEW).tokens[0]) for prompt in PROMPTS
   ]
-
-
-def runner_of(entry: Entry):
-  return matrix.runner_of(entry, SHAPE, batch=SLOTS)
 
 
 class Harsh(JaxBackend):
@@ -97,7 +116,7 @@ def free_blocks(state: KVCache, rows) -> None:
 
 
 def at_random(server: Server, backend: Harsh, first_id: int, count: int) -> list[Finished]:
-  """Serves so many prompts once, among others that come, go and are preempted."""
+  """Serves so many prompts once, while others come and are cancelled, and any is preempted."""
   rng, ended, coming = backend.rng, [], list(range(count))
   rng.shuffle(coming)
   while coming or server.busy:
@@ -117,10 +136,10 @@ def at_random(server: Server, backend: Harsh, first_id: int, count: int) -> list
   return ended
 
 
-@pytest.mark.parametrize("entry", CASES, ids=str)
-def test_a_request_gets_what_it_gets_alone(entry, caplog):
-  expected = alone(entry)
-  backend = Harsh(runner_of(entry), seed=1)
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_gets_what_it_gets_alone(case, caplog):
+  expected = alone(case)
+  backend = Harsh(runner_of(case), seed=1)
   server = Server(backend, VirtualClock())
   ended = at_random(server, backend, 0, len(PROMPTS))
   backend.cache = poisoned(backend.cache)
@@ -154,46 +173,38 @@ def on_host(state: KVCache):
   return jax.tree.map(np.array, state.replace(store_state=kept))
 
 
-OTHERS = tuple(
-  Entry(name, "harsh", make_policy(name, **matrix.SETTINGS[name]["harsh"]).stores[0])
-  for name in matrix.SETTINGS
-  if name not in {entry.policy for entry in CASES}
-)
-
-
-@pytest.mark.parametrize("entry", (*CASES, *OTHERS), ids=str)
-def test_a_row_that_sits_out_stays_as_it_is(entry):
+@pytest.mark.parametrize("case", (*CASES, *OTHERS))
+def test_a_row_that_sits_out_stays_as_it_is(case):
   """Also of policies that are not served above; two rows, and a slot that was never used."""
-  backend = JaxBackend(runner_of(entry), PARAMS)
+  backend = JaxBackend(runner_of(case), PARAMS)
   backend.cache = poisoned(backend.cache)
   newest = {slot: backend.start(slot, PROMPTS[2 * slot]).tokens[slot] for slot in (0, 2)}
   expected = {0: [newest[0]], 2: [newest[2]]}
   for _ in range(3):
-    for going in ((0, 2), (0,), (2,), ()):
+    nothing_changes(backend)
+    for going in ((0, 2), (0,), (2,)):
       made = backend.step({slot: newest[slot] for slot in going}).tokens
       newest |= made
       for slot, token in made.items():
         expected[slot].append(token)
-    nothing_changes(backend)
-  assert np.asarray(backend.cache.lengths).tolist() == [127 + 6, 0, 33 + 6]
-  if entry in CASES:
-    assert expected == {slot: list(alone(entry)[2 * slot][:7]) for slot in expected}
+  assert np.asarray(backend.cache.lengths).tolist() == [130 + 6, 0, 33 + 6]
+  if case in CASES:
+    assert expected == {slot: list(alone(case)[2 * slot][:7]) for slot in expected}
 
 
 def test_a_row_that_outgrows_its_store_fails_alone():
   """SnapKV with room for 20 new tokens."""
-  entry = Entry("snapkv", "harsh", "compact")
-  backend = JaxBackend(runner_of(entry), PARAMS)
+  backend = JaxBackend(runner_of("snapkv"), PARAMS)
   requests = [Request(0, PROMPTS[0], 30), Request(1, PROMPTS[1], NEW), Request(2, PROMPTS[2], 21)]
   ended = {f.request.id: f for f in serve(requests, backend, VirtualClock())}
   assert [ended[i].outcome for i in range(3)] == [Outcome.FAILED, Outcome.DONE, Outcome.DONE]
   assert "made more tokens than policy 'snapkv" in ended[0].reason
-  assert ended[1].tokens == alone(entry)[1]
-  assert ended[0].tokens[:NEW] == alone(entry)[0] and len(ended[0].tokens) == 21
+  assert ended[1].tokens == alone("snapkv")[1]
+  assert ended[0].tokens[:NEW] == alone("snapkv")[0] and len(ended[0].tokens) == 21
 
 
 def test_requests_that_no_slot_can_hold():
-  backend = JaxBackend(runner_of(CASES[1]), PARAMS)
+  backend = JaxBackend(runner_of("quest"), PARAMS)
   capacity = matrix.CAPACITY
   requests = [
     Request(0, (1,) * capacity, 1),
@@ -207,11 +218,11 @@ def test_requests_that_no_slot_can_hold():
   assert "that is 161, and the cache holds 160 a row" in ended[0].reason
   assert "is empty" in ended[1].reason and "outside [0, 160)" in ended[2].reason
   assert "max_new_tokens 0 must be at least 1" in ended[3].reason
-  assert ended[4].tokens == alone(CASES[1])[4]
+  assert ended[4].tokens == alone("quest")[4]
 
 
 def test_sampling_is_that_of_a_request_alone():
-  runner, sampling = runner_of(CASES[0]), Sampling(temperature=0.9, top_p=0.9)
+  runner, sampling = runner_of("dense"), Sampling(temperature=0.9, top_p=0.9)
   one = slots.with_batch(runner, 1)
   backend = JaxBackend(runner, PARAMS, sampling=sampling, seed=3)
   requests = [Request(i, prompt, 6) for i, prompt in enumerate(PROMPTS[:4])]
@@ -222,9 +233,10 @@ def test_sampling_is_that_of_a_request_alone():
 
 
 def test_windows_are_rings_of_their_own():
-  """Quest: dense layers and a paged one, all of them rings that have come round."""
+  """Quest: a dense layer and a paged one, both of them rings that have come round."""
   config = dataclasses.replace(MODEL.config, family="mistral", window_tokens=50)
-  policy, cache_config = make_policy("quest", budget_tokens=32), CacheConfig(2, 320, matrix.PAGE)
+  policy = make_policy("quest", budget_tokens=32, dense_layers=1)
+  cache_config = CacheConfig(2, 320, matrix.PAGE)
   runner = prepare(build(config), policy, "resident", cache_config, chunk_tokens=64)
   assert runner.decode_config.ring_tokens == 128
   prompts = matrix.tokens_of([290, 40, 130, 128])
@@ -238,8 +250,7 @@ def test_windows_are_rings_of_their_own():
 
 def test_after_warming_up_nothing_compiles(caplog):
   """Slots as no other test has them: what one has compiled would not be compiled here."""
-  entry = Entry("omnikv", "harsh", "whole_page")
-  backend = JaxBackend(matrix.runner_of(entry, SHAPE, batch=2), PARAMS)
+  backend = JaxBackend(runner_of("omnikv, whole_page", batch=2), PARAMS)
   backend.warm_up()
   assert not np.asarray(backend.cache.lengths).any()
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
