@@ -62,26 +62,46 @@ def with_born(pages: jax.Array, known: jax.Array, now: jax.Array) -> jax.Array:
 
   Args:
     pages: i32[B, heads, M], best first.
-    known: i32[B], pages that the row had when they were listed.
+    known: i32[B, 1 or heads], pages that the row had when they were listed.
     now: i32[B], pages that it has, fewer than known + M.
   """
-  born = known[:, None] + jnp.arange(pages.shape[-1])[None, ::-1]
-  return jnp.where((born < now[:, None])[:, None], born[:, None], pages)
+  born = known[..., None] + jnp.arange(pages.shape[-1])[None, None, ::-1]
+  return jnp.where(born < now[:, None, None], born, pages)
 
 
-def where_due(due: jax.Array, rank: Callable[[], jax.Array], listed: jax.Array) -> jax.Array:
-  """Lists i32[B, heads, M]: rank() for rows that are due, bool[B], listed for the others.
+def where_due[Kept](due: jax.Array, rank: Callable[[], Kept], old: Kept) -> Kept:
+  """Lists i32[B, heads, M], or a tree of what is kept of heads: rank() where due, else old.
 
-  A CPU does not rank where no row is due; on a GPU a branch costs more than the ranking.
+  A CPU does not rank where nothing is due; on a GPU a branch costs more than the ranking.
+
+  Args:
+    due: bool[B] or bool[B, heads].
+    rank: makes the new ones.
+    old: the others.
   """
 
-  def renew(listed):
-    return jnp.where(due[:, None, None], rank(), listed)
+  def chosen(new, old):
+    return jnp.where(due.reshape(*due.shape, *(1,) * (old.ndim - due.ndim)), new, old)
 
-  def if_any(listed):
-    return jax.lax.cond(due.any(), renew, lambda listed: listed, listed)
+  def renew(old):
+    return jax.tree.map(chosen, rank(), old)
 
-  return jax.lax.platform_dependent(listed, cpu=if_any, default=renew)
+  def if_any(old):
+    return jax.lax.cond(due.any(), renew, lambda old: old, old)
+
+  return jax.lax.platform_dependent(old, cpu=if_any, default=renew)
+
+
+def promised(scores: jax.Array, there: jax.Array, head_dim: int) -> jax.Array:
+  """f32[B, K, P]: share of attention that scores f32[B, K, G, P] of q . k promise to each page of
+  there bool[B, 1, P], the mean over the G query heads."""
+  scaled = jnp.where(there[:, :, None], scores * head_dim**-0.5, -jnp.inf)
+  return jax.nn.softmax(scaled, axis=-1).mean(axis=2)
+
+
+def on(shares: jax.Array, pages: jax.Array) -> jax.Array:
+  """f32[B, K]: the sum of shares f32[B, K, P] over pages i32[B, K, M]; P is none."""
+  return jnp.take_along_axis(shares, pages, axis=-1, mode="fill", fill_value=0).sum(axis=-1)
 
 
 def heads_of(pairs: Collection[Sequence[int]]) -> frozenset[tuple[int, int]]:

@@ -99,7 +99,8 @@ def flexicache(
     ranked = lists.where_due(due | unstable.any(), rank, listed)
     at_once = unstable[None] | ((step == 1) | (period == 1))[:, None]  # bool[B, K]
     known = state.prompt + jnp.maximum((step - 1) // period * period, 1)  # when it was listed
-    older = lists.with_born(listed, -(-known // page_size), -(-lengths // page_size))
+    known, now = -(-known // page_size), -(-lengths // page_size)
+    older = lists.with_born(listed, known[:, None], now)
     now = jnp.where(at_once[..., None], ranked, older)
     listed = jnp.where(due[:, None, None], ranked, listed)
     return pages.selection_of(now, there), lists.with_list(state, inputs, listed)

@@ -90,7 +90,8 @@ def lserve(
     due = (lengths % period == 0) | (lengths == state.prompt + 1)
     listed = lists.where_due(due, lambda: rank(state, inputs, there), listed)
     known = jnp.maximum(lengths // period * period, state.prompt + 1)  # when it was listed
-    now = lists.with_born(listed, -(-known // page_size), -(-lengths // page_size))
+    known, pages_now = -(-known // page_size), -(-lengths // page_size)
+    now = lists.with_born(listed, known[:, None], pages_now)
     return pages.selection_of(now, there), lists.with_list(state, inputs, listed)
 
   def rank(state: Listed, inputs: Inputs, there: jax.Array) -> jax.Array:

@@ -57,6 +57,10 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "gentle": {"budget_tokens": 80, "unstable_heads": ((0, 0), (2, 0))},
     "harsh": {"budget_tokens": 32, "period": 5},
   },
+  "flexicache_adaptive": {
+    "gentle": {"budget_tokens": 80},
+    "harsh": {"budget_tokens": 32, "longest": 8, "missed_mass": 0.1},
+  },
   "lserve": {
     "gentle": {"budget_tokens": 80, "page_size": PAGE, "logical": 4, "group": "max"},
     "harsh": {"budget_tokens": 32, "page_size": PAGE},
@@ -113,7 +117,7 @@ HOST = {
   "op_block:strict=True": (("flexicache", "harsh"), ("infinigen", "gentle"), ("omnikv", "harsh")),
   "op_block:strict=True:shared=False": (("infinigen", "gentle"),),
   "token_slots:strict=True": (("infinigen", "gentle"), ("omnikv", "harsh")),
-  "head_tiered": (("flexicache", "harsh"),),
+  "head_tiered": (("flexicache", "harsh"), ("flexicache_adaptive", "harsh")),
 }
 
 

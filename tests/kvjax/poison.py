@@ -65,7 +65,7 @@ def poison(runner, cache, value):
   state = cache.policy_state
   if runner.policy.name in ("quest", "arkvale"):
     state = tuple(map(kept, state))
-  elif runner.policy.name in ("flexicache", "lserve"):
+  elif runner.policy.name in ("flexicache", "flexicache_adaptive", "lserve"):
     state = state._replace(digests=tuple(map(kept, state.digests)))
   elif runner.policy.name == "h2o":
     state = tuple(

@@ -37,6 +37,7 @@ from tests.kvjax.pages_by_hand import (
   scores_of_row,
 )
 
+OPTIONS = {"lserve": {"logical": 8}, "flexicache_adaptive": {"longest": 32}}  # at 64 tokens
 FORMS = tuple(name for name in DIGESTS if name != "exact")
 
 
@@ -337,11 +338,9 @@ def test_no_page_is_ranked_where_no_row_is_due():
     ran.clear()
 
 
-@pytest.mark.parametrize("name", ["arkvale", "lserve", "flexicache"])
+@pytest.mark.parametrize("name", ["arkvale", "lserve", "flexicache", "flexicache_adaptive"])
 def test_rows_shorter_than_the_budget_see_all_their_pages(name):
-  policy = make_policy(
-    name, budget_tokens=64, page_size=8, **({"logical": 8} if name == "lserve" else {})
-  )
+  policy = make_policy(name, budget_tokens=64, page_size=8, **OPTIONS.get(name, {}))
   for at, rows in enumerate(decode(policy, prefilled(policy, 8), 14)[0]):
     for row, prompt in enumerate(PROMPTS):
       everything = set(range(-(-(prompt + at + 1) // 8)))

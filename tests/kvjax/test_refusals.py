@@ -20,6 +20,7 @@ TOO_SMALL = {
   "clusterkv": {"budget_tokens": 32, "sinks": 16},
   "duo": {"budget_tokens": 64, "sinks": 64},
   "flexicache": {"budget_tokens": 31, "period": 16},
+  "flexicache_adaptive": {"budget_tokens": 79},
   "h2o": {"budget_tokens": 33, "recent": 32},
   "infinigen": {"budget_tokens": 1},
   "lserve": {"budget_tokens": 15, "page_size": 16},
