@@ -23,6 +23,10 @@ from tqdm import tqdm
 from eval.results import write_atomically
 from kvjax import CacheConfig, ModelConfig, Runner, decode_step, make_policy, prepare
 from kvjax.engine.generate import prefill
+from kvjax.policies._digests import DIGESTS
+from kvjax.policies._kept import Kept
+from kvjax.policies._lists import promised
+from kvjax.policies._pages import pages_there, scores_of
 from kvjax.types import DENSE, Inputs, LayerPlan, Policy, State
 from models import Loaded
 from scripts.page_texts import Passage
@@ -36,11 +40,14 @@ class Trace(NamedTuple):
       (i32, little endian), prompt_tokens, steps, page_size, hash of the model.
     chosen: by K, bool[S, L, K, P]: the K pages that each KV head chooses.
     mass: f16[S, L, K, P]: share of attention on each page, the mean over the G query heads.
+    promised: f16[S, L, K, P]: the share that page scores promise, which `flexicache_adaptive` goes
+      by; None in traces of an earlier version.
   """
 
   about: dict[str, Any]
   chosen: dict[int, np.ndarray]
   mass: np.ndarray
+  promised: np.ndarray | None = None
 
   @property
   def name(self) -> str:
@@ -56,11 +63,12 @@ class Trace(NamedTuple):
 
 class _Seen(NamedTuple):
   """States of the policies; what each of them chose in each layer, bool[B, K, P]; attention of each
-  layer f32[B, K, P]."""
+  layer f32[B, K, P], and what page scores promise of it."""
 
   states: tuple[State, ...]
   chosen: tuple[tuple[jax.Array, ...], ...]
   mass: tuple[jax.Array, ...]
+  promised: tuple[jax.Array, ...]
 
 
 def watcher(loaded: Loaded, budgets: Sequence[int], page_size: int, tokens: int) -> Runner:
@@ -121,14 +129,17 @@ def trace(
   for token in following:
     _, cache = decode_step(runner, loaded.params, cache, jnp.array([token], jnp.int32))
     state = cache.policy_state
-    seen.append(jax.device_get((state.chosen, state.mass)))
+    seen.append(jax.device_get((state.chosen, state.mass, state.promised)))
     progress(1)
   chosen = {
     pages: np.stack([np.concatenate(step[0][place]) for step in seen])
     for place, pages in enumerate(budgets)
   }
-  mass = np.stack([np.concatenate(step[1]) for step in seen]).astype(np.float16)
-  return Trace(about(loaded, passage, steps, runner.decode_config.page_size), chosen, mass)
+  mass, expected = (
+    np.stack([np.concatenate(step[part]) for step in seen]).astype(np.float16) for part in (1, 2)
+  )
+  said = about(loaded, passage, steps, runner.decode_config.page_size)
+  return Trace(said, chosen, mass, expected)
 
 
 def traces_of(
@@ -173,6 +184,8 @@ def save(path: Path, one: Trace) -> None:
   bits: dict[str, Any] = {
     f"chosen_{pages}": np.packbits(sets, axis=-1) for pages, sets in one.chosen.items()
   }
+  if one.promised is not None:
+    bits["promised"] = one.promised
   file = io.BytesIO()
   np.savez_compressed(file, about=np.array(json.dumps(one.about)), mass=one.mass, **bits)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +201,7 @@ def load(path: Path) -> Trace:
   try:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
       said, mass = json.loads(str(content["about"])), content["mass"]
+      expected = content["promised"] if "promised" in content.files else None
       count = mass.shape[-1]
       chosen = {
         int(name.partition("_")[2]): np.unpackbits(content[name], axis=-1, count=count).astype(bool)
@@ -196,7 +210,7 @@ def load(path: Path) -> Trace:
       }
   except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
     raise ValueError(f"{path} is no trace of pages; delete it and run again") from error
-  return Trace(said, chosen, mass)
+  return Trace(said, chosen, mass, expected)
 
 
 def _looking_on(policies: Sequence[Policy]) -> Policy:
@@ -208,7 +222,7 @@ def _looking_on(policies: Sequence[Policy]) -> Policy:
     mass = tuple(jnp.zeros((*none, cache.pages_per_row), jnp.float32) for _ in layers)
     states = tuple(policy.register(model, cache)[1] for policy in policies)
     plan = LayerPlan((DENSE,) * model.num_layers, watched=tuple(layers))
-    return plan, _Seen(states, (sets,) * len(policies), mass)
+    return plan, _Seen(states, (sets,) * len(policies), mass, mass)
 
   def watch(state: _Seen, inputs: Inputs) -> _Seen:
     layer, inputs = inputs.layer, inputs._replace(row=inputs.layer)
@@ -222,8 +236,15 @@ def _looking_on(policies: Sequence[Policy]) -> Policy:
       selection, states[place] = policy.select(states[place], inputs)
       pages = _as_set(selection.pages, selection.mask, state.mass[layer].shape)
       chosen.append(_replaced(state.chosen[place], layer, pages))
-    mass = _attention(inputs).reshape(*state.mass[layer].shape, -1).sum(axis=-1)
-    return _Seen(tuple(states), tuple(chosen), _replaced(state.mass, layer, mass))
+    shape, kept = state.mass[layer].shape, states[0].digests[layer]
+    mass = _attention(inputs).reshape(*shape, -1).sum(axis=-1)
+    expected = _promised(kept, inputs, shape[-1])
+    return _Seen(
+      tuple(states),
+      tuple(chosen),
+      _replaced(state.mass, layer, mass),
+      _replaced(state.promised, layer, expected),
+    )
 
   def select(state: State, inputs: Inputs):
     raise AssertionError(f"layer {inputs.layer} of a dense policy was asked to select")
@@ -247,6 +268,13 @@ def _attention(inputs: Inputs) -> jax.Array:
   scores = jnp.einsum("bkgd,bktd->bkgt", q, inputs.keys().astype(jnp.float32))
   seen = inputs.slot_positions >= jnp.maximum(inputs.first, 0)[:, None, None]
   return jax.nn.softmax(jnp.where(seen[:, :, None], scores, -jnp.inf), axis=-1).mean(axis=2)
+
+
+def _promised(kept: Kept, inputs: Inputs, total: int) -> jax.Array:
+  """f32[B, K, P]: the same of pages, as Quest's bounds promise it."""
+  page_size = inputs.slot_positions.shape[-1] // total
+  scores = scores_of(DIGESTS["minmax"], kept, inputs, page_size)
+  return promised(scores, pages_there(inputs, total, page_size), inputs.q.shape[-1])
 
 
 def _replaced(layers: tuple, layer: int, value) -> tuple:

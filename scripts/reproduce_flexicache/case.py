@@ -67,10 +67,10 @@ def scores_of(case: Case, pages: int, text: str | None = None) -> np.ndarray:
   )
 
 
-def unstable_mask(case: Case, pages: int) -> np.ndarray:
-  """bool[L, K], by all texts together."""
+def unstable_mask(case: Case, pages: int, text: str | None = None) -> np.ndarray:
+  """bool[L, K], by all texts together or one."""
   mask = np.zeros(case.num_heads, bool)
-  mask[head_stability.unstable_heads(scores_of(case, pages), case.num_unstable)] = True
+  mask[head_stability.unstable_heads(scores_of(case, pages, text), case.num_unstable)] = True
   return mask.reshape(case.config.num_layers, case.config.num_kv_heads)
 
 

@@ -16,7 +16,7 @@ from scripts import page_traces
 from scripts.page_texts import Passage, read_passages
 from scripts.page_traces import Trace
 from scripts.profile_heads import budgets_in_pages, check_lengths
-from scripts.reproduce_flexicache import importance, memory, overlap, promoted, rco
+from scripts.reproduce_flexicache import importance, memory, overlap, promoted, rco, rerank
 from scripts.reproduce_flexicache.case import Case
 from scripts.reproducing import SMALL_MODEL, Item, Paper, Started
 
@@ -27,6 +27,7 @@ ITEMS: dict[str, Item] = {
   "overlap": overlap.ITEM,
   "promoted": promoted.ITEM,
   "importance": importance.ITEM,
+  "rerank": rerank.ITEM,
   "memory": memory.ITEM,
 }
 SHAPE_ONLY = ("memory",)  # items that read no text
