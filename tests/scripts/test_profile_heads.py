@@ -79,12 +79,32 @@ def test_the_attention_by_hand(loaded, passage, trace):
   assert trace.pages.tolist() == [-(-(PROMPT + 1 + step) // PAGE) for step in range(STEPS)]
 
 
+def test_what_bounds_promise_by_hand(loaded, passage, trace):
+  seen = spied.queries_and_keys(loaded.model, loaded.params, passage.tokens)
+  config, at = loaded.model.config, PROMPT + STEPS - 1
+  for layer, (q, k) in enumerate(seen):
+    for head in range(config.num_kv_heads):
+      starts = range(0, at + 1, PAGE)
+      parts = [k[start : min(start + PAGE, at + 1), head] for start in starts]
+      group = q[at, head * config.group_size : (head + 1) * config.group_size, None]
+      low, high = (np.stack([f(part, axis=0) for part in parts]) for f in (np.min, np.max))
+      bounds = np.maximum(group * low, group * high).sum(axis=-1) / config.head_dim**0.5
+      weights = np.exp(bounds - bounds.max(axis=-1, keepdims=True))
+      weights = (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=0)
+      found = trace.promised[-1, layer, head]
+      np.testing.assert_allclose(found[: len(weights)], weights, atol=2e-3)
+      assert not found[len(weights) :].any()
+
+
 def test_a_trace_comes_back_as_it_was(loaded, passage, trace, tmp_path):
   path = tmp_path / "new" / "one.npz"
   page_traces.save(path, trace)
   found = page_traces.load(path)
   assert found.about == trace.about
   np.testing.assert_array_equal(found.mass, trace.mass)
+  np.testing.assert_array_equal(found.promised, trace.promised)
+  page_traces.save(tmp_path / "older.npz", trace._replace(promised=None))
+  assert page_traces.load(tmp_path / "older.npz").promised is None
   assert found.chosen.keys() == trace.chosen.keys()
   for pages, sets in trace.chosen.items():
     np.testing.assert_array_equal(found.chosen[pages], sets)

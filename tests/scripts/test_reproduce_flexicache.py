@@ -14,10 +14,11 @@ import pytest
 
 from eval.results import append_row, read_rows, table
 from kvjax.config import ModelConfig
+from kvjax.profiling import load_heads
 from models import load
 from scripts import page_traces
 from scripts.page_traces import Trace
-from scripts.reproduce_flexicache import importance, memory, promoted
+from scripts.reproduce_flexicache import importance, memory, promoted, replay, rerank
 from scripts.reproduce_flexicache.case import Case
 from scripts.reproduce_flexicache.starting import ITEMS, SHAPE_ONLY, kept_traces
 from scripts.reproducing import SMALL_MODEL
@@ -45,7 +46,8 @@ def _trace(name, seed):
     ranked[..., there[step] - 1] = np.inf
     np.put_along_axis(chosen[step], np.argsort(-ranked, axis=-1)[..., :PAGES], True, axis=-1)
   said = {"name": name, "sha256": "", "sample": 0, "prompt_tokens": PROMPT, "page_size": 16}
-  return Trace(said | {"steps": STEPS, "content_hash": ""}, {PAGES: chosen}, mass)
+  promised = np.sqrt(mass) / np.sqrt(mass).sum(axis=-1, keepdims=True)
+  return Trace(said | {"steps": STEPS, "content_hash": ""}, {PAGES: chosen}, mass, promised)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,100 @@ def test_what_a_stale_list_loses_by_hand(case):
   first = set(np.flatnonzero(trace.chosen[PAGES][0, 1, 0]))
   others = [page for page in range(trace.pages[0]) if page not in first]
   assert left_out[7, 1, 0] == pytest.approx(trace.mass[7, 1, 0, others].astype(float).sum())
+
+
+def _by_hand(trace, layer, head, period=None, bound=None):
+  """Pages attended to at each step, and the steps of rankings, of one head."""
+  choice = [set(np.flatnonzero(one)) for one in trace.chosen[PAGES][:, layer, head]]
+  listed, known, length, used, ranked = set(), 0, 0, [], []
+  serves = 0
+  for step, there in enumerate(trace.pages):
+    older = listed | set(range(known, there))
+    tokens = PROMPT + step + 1
+    if bound is None:
+      due, used_now = step == 0 or (step + 1) % period == 0, older if step else choice[0]
+    else:
+      due = not serves or tokens % serves == 0
+      used_now = choice[step] if due else older
+      shares = trace.promised[step, layer, head].astype(float)
+      gain = sum(shares[[*choice[step]]]) - sum(shares[[*older]])
+      if due and not serves:
+        serves = 1
+      elif due and gain > bound:
+        serves = max(serves // 2, 1)
+      elif due and tokens - length >= serves:
+        serves = min(2 * serves, 64)
+    used.append(used_now)
+    if due:
+      listed, known, length = choice[step], there, tokens
+      ranked.append(step)
+  return used, ranked
+
+
+@pytest.mark.parametrize("options", [{"period": 5}, {"bound": 0.02}], ids=["fixed", "adaptive"])
+def test_a_rule_is_played_by_hand(case, options):
+  trace, rankings = case.traces[0], []
+  if "period" in options:
+    found = replay.fixed(trace, PAGES, **options)
+  else:
+    found = replay.adaptive(trace, PAGES, replay.of_shares(trace.promised), **options)
+  counts = replay.count(trace, PAGES, found)
+  for layer, head in np.ndindex(LAYERS, K):
+    used, ranked = _by_hand(trace, layer, head, **options)
+    assert [set(np.flatnonzero(one)) for one in found.used[:, layer, head]] == used
+    assert np.flatnonzero(found.ranked[:, layer, head]).tolist() == ranked
+    mass = trace.mass[:, layer, head].astype(float)
+    on = [sum(mass[step, [*pages]]) for step, pages in enumerate(used)]
+    assert counts.missed[layer, head] == pytest.approx(1 - np.mean(on), abs=1e-9)
+    pairs = enumerate(itertools.pairwise(used))
+    moved = [
+      len({page for page in new - old if page < trace.pages[at]}) for at, (old, new) in pairs
+    ]
+    assert counts.promoted[layer, head] == pytest.approx(sum(moved) / PAGES / STEPS)
+    rankings.append(len(ranked))
+  if "bound" in options:  # heads that are more stable are ranked less
+    assert np.mean(rankings[:3]) > np.mean(rankings[-3:]) + 3
+
+
+def test_the_ends_of_the_sweep(case):
+  """All unstable, or all ranked always: nothing is lost; and closed forms in between."""
+  rows = rerank.run(case)
+  sweep = {(row["fraction"], row["period"]): row for row in rows if row["rule"] == "fixed"}
+  assert len(sweep) == 6 * 8 and len(rows) == 48 + 4 + 11
+  there, total = 42, LAYERS * K
+  for (fraction, period), row in sweep.items():
+    unstable = round(fraction * total) / total
+    if fraction == 1 or period == 1:
+      assert row["stale_loss_ratio"] == pytest.approx(0, abs=1e-9)
+      assert row["rankings_per_step"] == row["layers_ranked_ratio"] == 1
+    if fraction == 1:
+      assert row["promoted_ratio"] == 0 and row["device_pages_ratio"] == 1
+    ranked = len({1, *range(period, STEPS + 1, period)}) / STEPS
+    assert row["rankings_per_step"] == pytest.approx(unstable + (1 - unstable) * ranked)
+    device = unstable + (1 - unstable) * (PAGES + 1) / there
+    assert row["device_pages_ratio"] == pytest.approx(device)
+  lost = [sweep[0.0, period]["stale_loss_ratio"] for period in (1, 4, 16)]
+  assert lost == sorted(lost) and lost[-1] > lost[0] + 0.02
+  by = {row["by"]: row["stale_loss_ratio"] for row in rows if row["rule"] == "profile"}
+  assert list(by) == [rerank.OWN, rerank.OTHER_TEXT, rerank.OTHER_SHAPE, rerank.RANDOM]
+  assert by[rerank.OWN] == sweep[0.25, 5]["stale_loss_ratio"] < by[rerank.RANDOM]
+  adaptive = [row for row in rows if row["by"] == "promised"]
+  rankings = [row["rankings_per_step"] for row in adaptive]
+  assert rankings == sorted(rankings, reverse=True) and rankings[0] > rankings[-1]
+
+
+def test_the_profile_of_another_model_is_stretched(case):
+  mask = rerank.of_another_model(case)  # SmolLM2's, as small-llama has this very shape
+  profile = load_heads(rerank.PROFILES / "smollm2-135m-heads-64.json", 64, 16)
+  scores = profile.arrays["instability"][[0, 7, 15, 22]][:, [0, 1]]
+  assert mask.sum() == case.num_unstable == 2
+  assert scores[mask].min() > scores[~mask].max()
+
+
+def test_traces_that_do_not_say_what_scores_promise_are_refused(case):
+  traces = [case.traces[0], case.traces[1]._replace(promised=None)]
+  with pytest.raises(ValueError, match="a trace does not say what page scores promise, as it is"):
+    rerank.run(case._replace(traces=traces))
 
 
 def test_memory_is_that_of_the_closed_form():
