@@ -141,7 +141,8 @@ def seal(
   lists, budget = b * heads, min(policy.budget_tokens or p * c, p * c)
   most = -(-budget // c)
   n = max(lists * most, int(slack * lists * most))
-  width = -(-n // lists)  # more of half empty blocks would take from other lists what they need
+  # More of half empty blocks would take from other lists what they need.
+  width = -(-n // lists) if shared else int(slack * most)
   if settings.filling == "by_page":  # each selected token may be in a page of its own
     width = min(budget, p)
     n = max(n, lists * width)

@@ -66,8 +66,8 @@ def _of_budget(case: Case, pages: int) -> list[Row]:
 
   def row(rule: str, by: str, found: Sequence[Counts], masks: _Masks, **more) -> Row:
     runs = [
-      _mixed(trace, pages, *pair, mask)
-      for trace, *pair, of_trace in zip(case.traces, always, found, masks, strict=True)
+      _mixed(trace, pages, every_step, counts, mask)
+      for trace, every_step, counts, of_trace in zip(case.traces, always, found, masks, strict=True)
       for mask in of_trace
     ]
     means = {name: float(np.mean([one[name] for one in runs])) for name in runs[0]}

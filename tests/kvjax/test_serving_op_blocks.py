@@ -64,7 +64,7 @@ def selecting() -> Policy:
     scores = ((places * 7919 + heads * 104_729 + age * 1_299_709) % 10_007).astype(jnp.float32)
     seen = _tokens.tokens_seen(places, inputs)
     best = _tokens.best_tokens(scores, places == lengths - 1, seen, BUDGET)
-    return _tokens.select_tokens(*best, PAGE), state
+    return _tokens.select_tokens(best, BUDGET, PAGE), state
 
   return Policy(
     name="of this test",
