@@ -45,8 +45,7 @@ class JaxBackend:
     seed: of the sampling.
 
   Raises:
-    ValueError: the runner is for several devices, or on store `head_tiered`, whose tables name places
-      that differ from row to row.
+    ValueError: the runner is for several devices.
   """
 
   def __init__(
@@ -59,10 +58,6 @@ class JaxBackend:
   ):
     if runner.mesh is not None:
       raise ValueError("the batching engine runs on one device so far; prepare without a mesh")
-    if runner.store.name == "head_tiered":
-      raise ValueError(
-        "the batching engine cannot move rows of store 'head_tiered' yet; take another"
-      )
     self.cache: KVCache = empty_batch(runner)
     self._runner, self._params, self._sampling = runner, params, sampling
     self._alone = with_batch(runner, 1)

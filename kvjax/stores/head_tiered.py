@@ -193,6 +193,34 @@ def _layer(
   return jnp.concatenate([whole, part], axis=1)[:, order], pools
 
 
+def insert(state: TieredState, one: TieredState, slot: jax.Array) -> TieredState:
+  """The state with a row that was sealed alone: its pages, and where they are now."""
+  layers = [
+    _inserted(*layer, slot, len(tiered) * state.width)
+    for *layer, tiered in zip(
+      state.tables, state.pools, one.tables, one.pools, state.tiered, strict=True
+    )
+  ]
+  tables, pools = zip(*layers, strict=True)
+  return state.replace(tables=tables, pools=pools)
+
+
+def _inserted(table, pools: Pools, own, alone: Pools, slot, slots_of_row: int):
+  """Table and pools of a layer; own i32[1, K, P] and alone are those of the row."""
+  whole = alone.num_pages - slots_of_row  # pages of the row's lists that stay
+  firsts = slot * whole, table.shape[0] * whole + slot * slots_of_row
+
+  def put(pool, new):
+    for part, first in zip((new[:whole], new[whole:]), firsts, strict=True):
+      pool = jax.lax.dynamic_update_slice_in_dim(pool, part, first, axis=0)
+    return pool
+
+  here = jnp.where(own < whole, own + firsts[0], own - whole + firsts[1])
+  here = jnp.where(own == alone.num_pages, pools.num_pages, here)
+  table = jax.lax.dynamic_update_slice_in_dim(table, here, slot, axis=0)
+  return table, Pools(*map(put, pools, alone))
+
+
 def _bring(
   cache: KVCache, row: int, wanted: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, KVCache]:
@@ -201,7 +229,8 @@ def _bring(
   pools, table = state.pools[row], state.tables[row][:, heads]
   b, _, p = table.shape
   starts = jnp.arange(p)[None] * cache.host.page_size
-  begins = (starts == lengths[:, None])[:, None]  # the page of the next token, where that is new
+  # The page of the next token, where that is new; of a row that sits the step out nothing is.
+  begins = ((starts == lengths[:, None]) & (starts > 0))[:, None]
   written = jnp.broadcast_to((starts < lengths[:, None])[:, None], table.shape)
   lists = (x.reshape(-1, p) for x in (table, wanted[:, heads] | begins, written))
   step = swap(*lists, null=pools.num_pages, width=state.width)
@@ -239,4 +268,5 @@ HEAD_TIERED = WHOLE_PAGE._replace(
   recall=recall,
   release=resident.release,
   seal=seal,
+  insert=insert,
 )
