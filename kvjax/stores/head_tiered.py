@@ -196,8 +196,8 @@ def _layer(
 def insert(state: TieredState, one: TieredState, slot: jax.Array) -> TieredState:
   """The state with a row that was sealed alone: its pages, and where they are now."""
   layers = [
-    _inserted(*layer, slot, len(tiered) * state.width)
-    for *layer, tiered in zip(
+    _inserted(table, pools, own, alone, slot, len(tiered) * state.width)
+    for table, pools, own, alone, tiered in zip(
       state.tables, state.pools, one.tables, one.pools, state.tiered, strict=True
     )
   ]
