@@ -1,0 +1,161 @@
+"""Microseconds of Bidaw's decisions: who is evicted, who is read, who is served.
+
+    python -m scripts.bench_bidaw
+    python -m scripts.bench_bidaw --conversations=100000
+
+Conversations of 1,000 bytes, half of them in host memory. For each policy: turns of users who come
+back the later the longer their answer was; an eviction is one call of `victim`, and what arrivals
+and answers cost the policy is told beside it, with the tables that are made again now and then.
+Then the dual queue with a request of every conversation waiting, half of them for the disk.
+Processor time of this thread; the median, the 99th percentile and the longest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import flags
+
+from eval import cli
+from eval.tables import table
+from kvjax.bidaw import (
+  DualQueue,
+  Eviction,
+  InTheWild,
+  Placement,
+  PreviousAnswer,
+  TimedDisk,
+  Where,
+  belady,
+  fifo,
+  lru,
+  queue_lru,
+  s3fifo,
+)
+
+SIZE = 1000  # bytes of a history
+COLUMNS = ("what", "calls", "median_us", "p99_us", "longest_us", "mean_us")
+
+
+class Waiting(NamedTuple):
+  """A request, as far as a scheduler reads it."""
+
+  id: int
+  user: int
+  arrival_s: float
+
+
+class Timed:
+  """Calls, and the microseconds that each took."""
+
+  def __init__(self):
+    self.spent_us: list[float] = []
+
+  def __call__(self, function: Callable[..., Any], *args) -> Any:
+    start = time.thread_time_ns()
+    result = function(*args)
+    self.spent_us.append((time.thread_time_ns() - start) / 1e3)
+    return result
+
+  def row(self, what: str) -> dict[str, Any]:
+    """A row of the table."""
+    spent = np.array(self.spent_us or [0.0])
+    return {
+      "what": what,
+      "calls": len(self.spent_us),
+      "median_us": _short(np.median(spent)),
+      "p99_us": _short(np.quantile(spent, 0.99)),
+      "longest_us": _short(spent.max()),
+      "mean_us": _short(spent.mean()),
+    }
+
+
+def _short(value: float) -> float | int:
+  return round(float(value), 1) if value < 100 else round(float(value))
+
+
+def policies(conversations: int) -> dict[str, Eviction]:
+  """Every policy, for host memory of half of the conversations; Belady is told nonsense."""
+  half = conversations // 2
+  return {
+    "fifo": fifo(),
+    "lru": lru(),
+    "s3fifo": s3fifo(half),
+    "queue_lru": queue_lru(lambda: range(30)),
+    "belady": belady(lambda user: user * 7919 % conversations),
+    "in_the_wild": InTheWild(),
+    "previous_answer": PreviousAnswer(half * SIZE),
+  }
+
+
+def evictions(policy: Eviction, conversations: int, turns: int) -> tuple[Timed, Timed]:
+  """Plays turns: a history that is not in host memory comes in, and another one leaves."""
+  victim, hearing, rng = Timed(), Timed(), random.Random(0)
+  due = [(rng.random() * 100, user) for user in range(conversations)]
+  heapq.heapify(due)
+  resident: set[int] = set()
+  for _ in range(conversations + turns):
+    now, user = heapq.heappop(due)
+    answer = 2 * rng.randrange(50)
+    hearing(policy.arrived, user, now)
+    policy.pin(user)
+    if user not in resident:
+      policy.insert(user)
+      resident.add(user)
+    hearing(policy.answered, user, now, answer, SIZE)
+    if len(resident) > conversations // 2:
+      resident.remove(victim(policy.victim))
+    policy.unpin(user)
+    heapq.heappush(due, (now + 50 + answer + 10 * rng.random(), user))
+  return victim, hearing
+
+
+def scheduling(conversations: int) -> dict[str, Timed]:
+  """A request of every conversation waits; each is served, and comes again."""
+  placement = Placement(conversations * SIZE * 10 // 19, lru())
+  for user in range(conversations):
+    placement.arrive(user, 0.0)
+    placement.end_turn(user, 0.0, 10, SIZE)
+    placement.unpin(user)
+  queue = DualQueue(placement, TimedDisk(1000 * SIZE))
+  timed = {name: Timed() for name in ("arrive", "next", "ended")}
+  for user in range(conversations):
+    timed["arrive"](queue.arrive, Waiting(user, user, user / 1e6), user / 1e6)
+  now, id = 1.0, conversations
+  for _ in range(conversations):
+    now += 0.002
+    request = timed["next"](queue.next, now, lambda request: True)
+    if request is not None:
+      timed["ended"](queue.ended, request, now, 10, SIZE)
+      timed["arrive"](queue.arrive, Waiting(id, request.user, now), now)
+      id += 1
+  assert any(placement.where(user) is Where.HOST for user in range(conversations))
+  return timed
+
+
+def define_flags() -> None:
+  """The flags of this command."""
+  flags.DEFINE_integer("conversations", 10_000, "Conversations.", lower_bound=100)
+  flags.DEFINE_integer("turns", 5_000, "Turns after the first of each conversation.", lower_bound=1)
+
+
+def main(args: flags.FlagValues) -> None:
+  """Measures policies and queue, prints the table."""
+  print(f"{args.conversations:,} conversations, half of them in host memory\n", flush=True)
+  rows: list[dict[str, Any]] = []
+  for name, policy in policies(args.conversations).items():
+    victim, hearing = evictions(policy, args.conversations, args.turns)
+    rows += [victim.row(f"{name}: eviction"), hearing.row(f"{name}: arrival or answer")]
+  rows += [
+    timed.row(f"dual queue: {name}") for name, timed in scheduling(args.conversations).items()
+  ]
+  print(table(rows, COLUMNS))
+
+
+if __name__ == "__main__":
+  cli.run(main, define_flags)
