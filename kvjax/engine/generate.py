@@ -217,7 +217,7 @@ def check_overflow(runner: Runner, cache: KVCache) -> None:
   if (to_host(cache.overflow) & TOO_SMALL).any():
     raise RuntimeError(
       f"store {runner.store.name!r} has too few blocks on the device for what one layer selects of "
-      f"rows {rows.tolist()}; raise its option slack, or lower the budget"
+      f"rows {rows.tolist()}; raise its option slack if it has one, or lower the budget"
     )
   fixed = runner.store.drops and policy.evict is None  # what is generated has its own slots
   if fixed and longest <= runner.prefill_config.capacity_tokens:
