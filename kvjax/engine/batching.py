@@ -8,7 +8,7 @@ request nothing compiles.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ class JaxBackend:
 
   def warm_up(self) -> None:
     """Compiles all that requests need; before any has a slot."""
-    self.start(0, [0])
+    self.start(0, Request(id=0, prompt=(0,), max_new_tokens=1))
     self.step({0: 0})
     self.stop(0)
 
@@ -87,10 +87,10 @@ class JaxBackend:
     del request
     return True
 
-  def start(self, slot: int, prompt: Sequence[int]) -> Made:
+  def start(self, slot: int, request: Request) -> Made:
     """Reads a prompt, chunk by chunk, and puts its row into the slot."""
     begin = time.perf_counter()
-    last, one = fill(self._alone, self._params, [prompt])
+    last, one = fill(self._alone, self._params, [request.prompt])
     args = self._params, self.cache, one, last, self._keys[1], np.int32(slot)
     token, self.cache = admit(self._runner, self._sampling, *args)
     return self._made({slot: int(to_host(token)[0])}, begin)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from kvjax.engine.clock import Clock
@@ -49,7 +49,7 @@ class Backend(Protocol):
     slots: requests that are decoded at once.
     why_not: `why_not(request)`: why it could never be served; None if it could.
     fits: `fits(request)`: whether there is room for it now, besides a free slot.
-    start: `start(slot, prompt)`: reads a prompt into a free slot and makes its first token.
+    start: `start(slot, request)`: reads its prompt into a free slot and makes its first token.
     step: `step(tokens)`: slot -> the newest token of each request that goes on; the others, whose
       slots are not named, stay as they are.
     stop: `stop(slot)`: the slot is free.
@@ -60,7 +60,7 @@ class Backend(Protocol):
   def slots(self) -> int: ...
   def why_not(self, request: Request) -> str | None: ...
   def fits(self, request: Request) -> bool: ...
-  def start(self, slot: int, prompt: Sequence[int]) -> Made: ...
+  def start(self, slot: int, request: Request) -> Made: ...
   def step(self, tokens: Mapping[int, int]) -> Made: ...
   def stop(self, slot: int) -> None: ...
   def reloading(self, slot: int) -> bool: ...
@@ -241,7 +241,7 @@ class Server:
       live.started_s = now
       usage.queueing_s += now - request.arrival_s
     usage.prompt_tokens += len(request.prompt)
-    made = self._backend.start(slot, request.prompt)
+    made = self._backend.start(slot, request)
     self._clock.spend(made.seconds)
     live.fed = 0
     self._take(live, slot, made)

@@ -178,7 +178,8 @@ def test_a_row_that_sits_out_stays_as_it_is(case):
   """Also of policies that are not served above; two rows, and a slot that was never used."""
   backend = JaxBackend(runner_of(case), PARAMS)
   backend.cache = poisoned(backend.cache)
-  newest = {slot: backend.start(slot, PROMPTS[2 * slot]).tokens[slot] for slot in (0, 2)}
+  asked = {slot: Request(slot, PROMPTS[2 * slot], NEW) for slot in (0, 2)}
+  newest = {slot: backend.start(slot, asked[slot]).tokens[slot] for slot in (0, 2)}
   expected = {0: [newest[0]], 2: [newest[2]]}
   for _ in range(3):
     nothing_changes(backend)

@@ -42,10 +42,10 @@ class Fake:
   def fits(self, request):
     return True
 
-  def start(self, slot, prompt):
+  def start(self, slot, request):
     assert slot not in self.fed and 0 <= slot < self.slots
-    self.fed[slot] = list(prompt)
-    return Made({slot: self._next(slot)}, len(prompt) / 10)
+    self.fed[slot] = list(request.prompt)
+    return Made({slot: self._next(slot)}, len(request.prompt) / 10)
 
   def step(self, tokens):
     assert tokens and tokens.keys() <= self.fed.keys()
