@@ -72,6 +72,11 @@ class SimBackend:
       )
     self.room_tokens, self.context_tokens = room_tokens, min(config.max_tokens, room_tokens)
     self._config, self._machine, self._slots, self._histories = config, machine, slots, histories
+    # A step's time grows by the same with every token; the rest hangs on the number of rows.
+    rows = range(1, slots + 1)
+    self._rows_s = [0.0, *(costs.decode_step_s(config, machine, [0] * n) for n in rows)]
+    many = 10**9
+    self._token_s = (costs.decode_step_s(config, machine, [many]) - self._rows_s[1]) / many
     self._reserved: dict[int, int] = {}  # slot -> tokens it may come to have
     self._tokens: dict[int, int] = {}  # slot -> tokens whose keys and values it has
 
@@ -108,10 +113,11 @@ class SimBackend:
 
   def step(self, tokens: Mapping[int, int]) -> Made:
     """One token of each slot that is named."""
+    attended = 0
     for slot in tokens:
       self._tokens[slot] += 1
-    attended = [self._tokens[slot] for slot in tokens]
-    seconds = costs.decode_step_s(self._config, self._machine, attended)
+      attended += self._tokens[slot]
+    seconds = self._rows_s[len(tokens)] + attended * self._token_s
     return Made(dict.fromkeys(tokens, NO_TOKEN), seconds)
 
   def stop(self, slot: int) -> None:

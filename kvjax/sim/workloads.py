@@ -59,7 +59,7 @@ class Workload:
   query_tokens: np.ndarray
   answer_tokens: np.ndarray
   history_tokens: np.ndarray
-  backwards: int = 0
+  backwards: int = dataclasses.field(default=0, kw_only=True)
 
   def __len__(self) -> int:
     return len(self.user)
@@ -107,7 +107,7 @@ def from_turns(name: str, turns: Iterable[Turn]) -> Workload:
   counts = (np.array(column, np.int64) for column in (query, answer, history))
   backwards = int(np.count_nonzero(np.diff(seen) < 0))
   arrival_s = np.maximum.accumulate(seen)
-  return Workload(name, np.array(user, np.int64), arrival_s, *counts, backwards)
+  return Workload(name, np.array(user, np.int64), arrival_s, *counts, backwards=backwards)
 
 
 def users_per_minute(workload: Workload) -> float | None:
