@@ -4,11 +4,13 @@
     python -m scripts.reproduce --paper=opkv --item=throughput --batch_sizes=1,8 --out_dir=runs/t
     python -m scripts.reproduce --paper=flexicache --item=overlap --out_dir=runs/table1
     python -m scripts.reproduce --paper=opkv --item=reuse --small --out_dir=runs/seconds
+    python -m scripts.reproduce --paper=bidaw --item=correlation --trace=FILE --out_dir=runs/fig12
 
-The model reads real texts; then it decodes what follows in them, token by token, whatever it says
-itself (teacher forcing). Items that count (all of opkv's but `recall_share` and `throughput`) give
-the same numbers on every machine. --out_dir gets results.jsonl, manifest.json, comparison.json and
-a PNG; docs/opkv.md and docs/flexicache.md have the definitions.
+For opkv and flexicache the model reads real texts; then it decodes what follows in them, token by
+token, whatever it says itself (teacher forcing). Items that count (all of opkv's but `recall_share`
+and `throughput`) give the same numbers on every machine. bidaw is about conversations, from a trace
+or made, and no model runs. --out_dir gets results.jsonl, manifest.json, comparison.json and a PNG;
+docs/opkv.md, docs/flexicache.md and docs/bidaw.md have the definitions.
 """
 
 from __future__ import annotations
@@ -28,12 +30,17 @@ from eval.results import (
   write_atomically,
 )
 from eval.tables import table
+from scripts.reproduce_bidaw import starting as bidaw
 from scripts.reproduce_flexicache import starting as flexicache
 from scripts.reproduce_opkv import starting as opkv
 from scripts.reproduce_opkv.timing import WARM_UP
 from scripts.reproducing import Comparison, Paper
 
-PAPERS: dict[str, Paper] = {"opkv": opkv.PAPER, "flexicache": flexicache.PAPER}
+PAPERS: dict[str, Paper] = {
+  "opkv": opkv.PAPER,
+  "flexicache": flexicache.PAPER,
+  "bidaw": bidaw.PAPER,
+}
 
 
 def define_flags() -> None:
@@ -52,7 +59,9 @@ def define_flags() -> None:
     lower_bound=WARM_UP + 1,
   )
   cli.define_page_size_flag()
-  flags.DEFINE_bool("small", False, "In seconds: models/small/small-llama, short texts.")
+  flags.DEFINE_bool(
+    "small", False, "In seconds: models/small/small-llama and short texts, or few conversations."
+  )
   for paper in PAPERS.values():
     paper.define_flags()
   cli.define_out_dir("reproduce")

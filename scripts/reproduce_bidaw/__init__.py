@@ -1,0 +1,1 @@
+"""Figures of Bidaw (FAST 2026) for `scripts.reproduce`."""

@@ -1,0 +1,147 @@
+"""Bidaw's trace items: by hand on a few turns, on what is made, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.results import append_row, read_rows, table
+from kvjax.config import ModelConfig
+from kvjax.sim import machine
+from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
+from kvjax.sim.workloads import Turn, from_turns
+from scripts.reproduce_bidaw import correlation, trace
+from scripts.reproduce_bidaw.case import Case, label_of
+from scripts.reproduce_bidaw.starting import ITEMS
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ModelConfig("opt", 2, 4, 4, 8, 32, 128, 100, 100)  # 2 * 2 * 4 * 8 * 2 = 256 bytes a token
+TURNS = (  # user, time, question, answer, history
+  Turn(1, 0.0, 10, 10, 0),
+  Turn(2, 60.0, 30, 10, 0),
+  Turn(1, 120.0, 5, 5, 20),
+  Turn(3, 120.0, 200, 0, 0),
+  Turn(2, 180.0, 10, 10, 40),
+)
+
+
+def _case(*workloads, host_bytes=200e9, config=CONFIG):
+  return Case("shape", config, workloads, host_bytes, machine("a800"))
+
+
+@pytest.fixture(scope="module")
+def made():
+  return generate(INTERACTIVE, 150, 10, 0), generate(CONTROL, 800, 30, 0)
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_an_item(name, made, tmp_path):
+  item = ITEMS[name]
+  for row in item.run(_case(*made, host_bytes=3e6)):
+    append_row(tmp_path, row)
+  rows = read_rows(tmp_path)
+  assert table(rows, item.columns).count("\n") == len(rows) + 1
+  assert all(row[column] is not None for row in rows for column in item.columns)
+  assert all(row["simulated"] is (name == "trace") for row in rows)
+  item.plot(rows, "a $title", tmp_path / "plot.png")
+  assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+  assert all(one.paper and one.ours and one.reason for one in item.compare(rows))
+
+
+def test_a_trace_by_hand():
+  """Of 100 tokens of context, user 3 keeps 100; reuse distances are 40, and 30 + 100 tokens."""
+  [row] = trace.run(_case(from_turns("five", TURNS), host_bytes=256 * 60))
+  assert (row["conversations"], row["num_examples"], row["max_turns"]) == (3, 5, 2)
+  assert row["mean_turns"] == pytest.approx(5 / 3) and row["median_minutes"] == 2
+  assert row["median_reuse_bytes"] == 256 * 85 and row["beyond_host_ratio"] == 0.5
+  assert row["lru_hit_ratio"] == 0.5  # 40 + 20 tokens fit exactly
+  held = [
+    20,
+    60,
+    70,
+    30 + 40 + 100 - 0,
+    40 + 20,
+  ]  # after user 1's last turn it is under way no more
+  held[3] -= 30
+  assert row["under_way_bytes"] == pytest.approx(256 * np.mean(held))
+  kept, loaded = np.array([0, 0, 20, 0, 40]), np.array([0, 0, 0, 0, 40])
+  assert row["load_cv"] == pytest.approx(kept.std() / kept.mean())
+  assert row["lru_load_cv"] == pytest.approx(loaded.std() / loaded.mean())
+  assert row["mean_disk_load_s"] == pytest.approx(256 * 40 / 1.5e9 + 10e-6)
+  less = trace.run(_case(from_turns("five", TURNS), host_bytes=256 * 60 - 1))
+  assert less[0]["lru_hit_ratio"] == 0
+
+
+def test_a_trace_in_which_nobody_comes_back(tmp_path):
+  alone = from_turns("alone", [Turn(n, float(n), 5, 5, 0) for n in range(4)])
+  rows = ITEMS["trace"].run(_case(alone))
+  assert rows[0]["lru_hit_ratio"] is None and rows[0]["load_cv"] is None
+  trace.plot(rows, "alone", tmp_path / "plot.png")
+  assert len(trace.compare(rows)) == 2
+  with pytest.raises(
+    ValueError, match="0 turns of alone continue a conversation, which makes no 20"
+  ):
+    ITEMS["correlation"].run(_case(alone))
+
+
+def test_hours_and_the_whole(made):
+  rows = correlation.run(_case(made[0]))
+  hours = {row["hour"]: row for row in rows}
+  assert [*hours][:2] == ["whole", "0"] and label_of(rows[0]).startswith("interactive, ")
+  begun = made[0].previous >= 0
+  for hour, row in hours.items():
+    inside = begun if hour == "whole" else begun & (made[0].arrival_s // 3600 == int(hour))
+    assert row["turns"] == inside.sum() >= 1000
+    assert len(row["by_group"][0]) == 20 and row["group_spearman"] > 0.6
+
+
+def _run(folder, *arguments):
+  command = [sys.executable, "-m", "scripts.reproduce", "--paper=bidaw", "--out_dir=out"]
+  return subprocess.run(
+    [*command, *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=folder,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+  )
+
+
+def test_the_command_on_a_file(tmp_path):
+  lines = ["user_id time_stamp(seconds) query_length response_length round_index"]
+  lines += [f"{n % 7} {100 - n if n == 9 else 3 * n} 20 {2 + n % 11} {n // 7}" for n in range(70)]
+  (tmp_path / "own.txt").write_text("\n".join(lines), encoding="utf-8")
+  done = _run(tmp_path, "--item=correlation", "--trace=own.txt")
+  assert done.returncode == 0, done.stderr
+  assert "trace   own.txt, 70 requests, 20 users a minute\n" in done.stdout
+  assert "1 of them went back in time" in done.stdout
+  assert "model   the shape of opt-13b, 819.2 kB a token\n" in done.stdout
+  assert "\nFig. 12: " in done.stdout and done.stdout.endswith("written to out\n")
+  names = {path.name for path in (tmp_path / "out").iterdir()}
+  assert names == {"results.jsonl", "manifest.json", "comparison.json", "correlation.png"}
+  manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+  assert {*manifest["data"]} == {"own.txt"} and manifest["flags"]["host_gb"] == 200
+  [row] = read_rows(tmp_path / "out")
+  assert row["turns"] == 63 and math.isfinite(row["group_spearman"])
+
+
+@pytest.mark.parametrize(
+  ("arguments", "complaint"),
+  [
+    (("--trace=none.txt",), "none.txt"),
+    (("--trace=none.txt", "--users=5"), "--users is for what is made; none.txt is a file"),
+    (("--users_per_minute=10,x",), "--users_per_minute=10,x; expected positive numbers"),
+  ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, complaint):
+  done = _run(tmp_path, "--item=trace", *arguments)
+  [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+  assert complaint in line
+  assert done.returncode == 2 and not (tmp_path / "out").exists()
