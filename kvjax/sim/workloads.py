@@ -49,8 +49,8 @@ class Workload:
     query_tokens: i64[R], at least 1.
     answer_tokens: i64[R].
     history_tokens: i64[R].
-    backwards: turns whose time in the trace lies before that of the turn above them. They keep
-      their place, and arrive when that one did.
+    backwards: turns whose time in the trace lies before that of one above them. They keep their
+      place, and arrive when the turn above them did.
   """
 
   name: str
@@ -105,8 +105,8 @@ def from_turns(name: str, turns: Iterable[Turn]) -> Workload:
   user, times, query, answer, history = columns
   seen = np.array(times, np.float64)
   counts = (np.array(column, np.int64) for column in (query, answer, history))
-  backwards = int(np.count_nonzero(np.diff(seen) < 0))
   arrival_s = np.maximum.accumulate(seen)
+  backwards = int(np.count_nonzero(seen < arrival_s))
   return Workload(name, np.array(user, np.int64), arrival_s, *counts, backwards=backwards)
 
 

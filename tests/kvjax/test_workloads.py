@@ -137,7 +137,7 @@ def test_a_clock_that_goes_backwards_keeps_the_order_of_the_file(tmp_path):
   text = INTERACTIVE_TEXT + "9 90 5 5 1\n9 159 6 6 2\n7 200 1 1 3\n"
   workload = _read(tmp_path, text)
   assert workload.arrival_s.tolist() == [100, 101, 160, 160, 160, 160, 200]
-  assert workload.backwards == 1 and len(workload) == 7
+  assert workload.backwards == 2 and len(workload) == 7
   assert workload.history_tokens.tolist()[4:] == [3, 13, 32]
 
 

@@ -62,14 +62,7 @@ def test_a_trace_by_hand():
   assert row["mean_turns"] == pytest.approx(5 / 3) and row["median_minutes"] == 2
   assert row["median_reuse_bytes"] == 256 * 85 and row["beyond_host_ratio"] == 0.5
   assert row["lru_hit_ratio"] == 0.5  # 40 + 20 tokens fit exactly
-  held = [
-    20,
-    60,
-    70,
-    30 + 40 + 100 - 0,
-    40 + 20,
-  ]  # after user 1's last turn it is under way no more
-  held[3] -= 30
+  held = [20, 20 + 40, 30 + 40, 40 + 100, 60]  # user 1 is under way up to its last turn
   assert row["under_way_bytes"] == pytest.approx(256 * np.mean(held))
   kept, loaded = np.array([0, 0, 20, 0, 40]), np.array([0, 0, 0, 0, 40])
   assert row["load_cv"] == pytest.approx(kept.std() / kept.mean())
