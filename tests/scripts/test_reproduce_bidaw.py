@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.results import append_row, read_rows, table
+from eval.results import append_row, read_rows
+from eval.tables import table
 from kvjax.config import ModelConfig
 from kvjax.sim import machine
 from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
