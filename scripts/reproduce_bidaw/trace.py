@@ -118,7 +118,7 @@ def compare(rows: Sequence[Row]) -> list[Comparison]:
       "Fig. 4",
       "turns of a conversation: mean, median, 90th percentile",
       "22.4, 18, 45",
-      "{mean_turns:.1f}, {median_turns:.0f}, {p90_turns:.0f}".format(**row) + f" ({at})",
+      "{mean_turns:.1f}, {median_turns:g}, {p90_turns:.0f}".format(**row) + f" ({at})",
       other,
     ),
     Comparison(
