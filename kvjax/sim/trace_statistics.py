@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from kvjax.bidaw.reuse import ReuseDistances
 from kvjax.sim.workloads import Workload
 
 GROUPS, PERCENTILE = 20, 5
@@ -69,33 +70,15 @@ def sizes(workload: Workload, max_tokens: int | None = None) -> np.ndarray:
 def reuse_distances(workload: Workload, max_tokens: int | None = None) -> np.ndarray:
   """f64[R], weighted reuse distance of every turn in tokens; nan for the first of a conversation.
 
-  In O(R log R): a Fenwick tree over the turns holds the size of each conversation at its latest.
+  In O(R log R), by what the eviction uses on-line.
   """
-  size, previous = sizes(workload, max_tokens).tolist(), workload.previous.tolist()
-  count = len(size)
-  tree = [0] * (count + 1)
-
-  def add(place: int, tokens: int) -> None:
-    place += 1
-    while place <= count:
-      tree[place] += tokens
-      place += place & -place
-
-  def upto(place: int) -> int:
-    place, total = place + 1, 0
-    while place > 0:
-      total += tree[place]
-      place &= place - 1
-    return total
-
-  distances, everything = np.full(count, np.nan), 0
-  for turn, before in enumerate(previous):
-    if before >= 0:
-      distances[turn] = everything - upto(before)
-      add(before, -size[before])
-      everything -= size[before]
-    add(turn, size[turn])
-    everything += size[turn]
+  size = sizes(workload, max_tokens)
+  reuse, distances = ReuseDistances(int(size.sum()) + 1), np.full(len(workload), np.nan)
+  for turn, (user, tokens) in enumerate(zip(workload.user.tolist(), size.tolist(), strict=True)):
+    distance = reuse.access(user)
+    reuse.resize(user, tokens)
+    if distance is not None:
+      distances[turn] = distance
   return distances
 
 
