@@ -1,8 +1,8 @@
 """A pool of OP blocks for each list, instead of one that all lists of a layer share.
 
-Algorithm 1, the fillings and the evictions are the same, run for every list on its own. What is
-lost is that a row with little to remember leaves room to others. What is won is that the blocks of
-a list lie together, so that attention reads them where they are and nothing is gathered.
+Algorithm 1, the fillings and the evictions are the same. What is lost is that a row with little to
+remember leaves room to others. What is won is that the blocks of a list lie together, so that
+attention reads them where they are and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.counting import places
+from kvjax.cache.counting import running
 from kvjax.opkv.blocks import Blocks, no_blocks
 from kvjax.opkv.eviction import Eviction
-from kvjax.opkv.sub_block_manager import Plan, Settings, plan
+from kvjax.types import State
 
 
 def no_blocks_apart(
@@ -25,33 +25,54 @@ def no_blocks_apart(
   return blocks._replace(order=start(jnp.arange(num_lists)))
 
 
-def plan_apart(blocks: Blocks, selected: jax.Array, settings: Settings, newest: jax.Array) -> Plan:
-  """`sub_block_manager.plan` for each list and its own blocks; arguments and result as there.
+def take_apart(
+  blocks: Blocks, hit: jax.Array, new: jax.Array, capacity_tokens: int, eviction: Eviction
+) -> tuple[jax.Array, jax.Array, State]:
+  """Blocks for new ones, bool[n], each from the pool of its list: free ones first, then what the
+  list's eviction gives up. Fairness has no say here.
 
-  Lists do not compete: if one selection does not fit its pool, nothing of that list is planned.
+  Args:
+    blocks: the pools.
+    hit: bool[n].
+    new: i32[X], new blocks of each list.
+    capacity_tokens: T.
+    eviction: the order.
+
+  Returns:
+    The blocks; i32[], how many were given up; and the states of the eviction.
   """
-  (lists, total), (n, c) = selected.shape, blocks.tokens.shape
-  x, each = jnp.arange(lists, dtype=jnp.int32), n // lists
-  alone = Blocks(
-    blocks.tokens.reshape(lists, each, c),
-    jnp.where(blocks.owner < 0, -1, 0).reshape(lists, each),
-    blocks.order,
-  )
-  steps = jax.vmap(lambda b, s, first: plan(b, s[None], settings, first[None]))(
-    alone, selected, newest
-  )
-  owner = jnp.where(steps.blocks.owner < 0, -1, x[:, None]).reshape(n)
-  meant = jnp.arange(each * c)[None] < steps.count[:, None]
-  order = places(meant.reshape(-1), n * c)
-  source, target = (
-    (ids + x[:, None] * size).reshape(-1).at[order].get(mode="clip")
-    for ids, size in ((steps.source, total), (steps.target, each * c))
-  )
-  attended = steps.attended[:, 0]
-  return Plan(
-    Blocks(steps.blocks.tokens.reshape(n, c), owner, steps.blocks.order),
-    *(source, target, steps.count.sum()),
-    jnp.where(attended < each, attended + x[:, None] * each, n),
-    *(steps.mask[:, 0], steps.visible.reshape(n, c), steps.too_small.any()),
-    *(steps.hits[:, 0], steps.new[:, 0], steps.moved[:, 0], steps.evicted.sum()),
-  )
+
+  def take(state, tokens, free, hit, new):
+    state = eviction.touch(state, hit)
+    given_up = jnp.maximum(new - free.sum(dtype=jnp.int32), 0)
+    keys = jnp.where(tokens < 0, capacity_tokens, tokens)
+    victims, state = eviction.evict(state, keys, ~free, ~free & ~hit, given_up)
+    return victims | (free & (running(free) <= new)), given_up, state
+
+  tokens, free, hit = (by_list(x, new.shape[0]) for x in (blocks.tokens, blocks.owner < 0, hit))
+  taken, given_up, order = jax.vmap(take)(blocks.order, tokens, free, hit, new)
+  return taken.reshape(-1), given_up.sum(), order
+
+
+def insert_apart(
+  order: State,
+  tokens: jax.Array,
+  new: jax.Array,
+  num_lists: int,
+  capacity_tokens: int,
+  eviction: Eviction,
+) -> State:
+  """The eviction orders of X lists with new blocks bool[n], which hold tokens i32[n, C]."""
+  keys = jnp.where(tokens < 0, capacity_tokens, tokens)
+  return jax.vmap(eviction.insert)(order, by_list(keys, num_lists), by_list(new, num_lists))
+
+
+def owner_apart(owner: jax.Array, taken: jax.Array, num_lists: int) -> jax.Array:
+  """i32[n]: owners after a step; a block that is taken belongs to the list whose pool has it."""
+  n = owner.shape[0]
+  return jnp.where(taken, jnp.arange(n, dtype=jnp.int32) // (n // num_lists), owner)
+
+
+def by_list(values: jax.Array, num_lists: int) -> jax.Array:
+  """[X, n/X, ...] of what the blocks have."""
+  return values.reshape(num_lists, -1, *values.shape[1:])

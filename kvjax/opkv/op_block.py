@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from kvjax.cache.kv_cache import TOO_SMALL, KVCache
 from kvjax.cache.paged import Pools
 from kvjax.config import CacheConfig
-from kvjax.opkv.apart import no_blocks_apart, plan_apart
+from kvjax.opkv.apart import no_blocks_apart
 from kvjax.opkv.blocks import Blocks, no_blocks, release
 from kvjax.opkv.recalling import (
   append_newest,
@@ -146,7 +146,7 @@ def seal(
   if settings.filling == "by_page":  # each selected token may be in a page of its own
     width = min(budget, p)
     n = max(n, lists * width)
-  settings = settings._replace(width=width, heads=heads if shared else 1)
+  settings = settings._replace(width=width, heads=heads, shared=shared)
   n = n if shared else lists * width
   group, parts = groups(layer_plan, rows), 1 if shared else lists
 
@@ -196,8 +196,7 @@ def fetch(
   newest = ordered_page(cache, lengths)[0]
   selected = selected_tokens(cache, selection, lengths)
   if state.plan is None:
-    make = plan if state.shared else plan_apart
-    step = make(state.blocks[group], selected, state.settings, newest)
+    step = plan(state.blocks[group], selected, state.settings, newest)
     small = jnp.where(step.too_small, TOO_SMALL, 0).astype(jnp.uint32)
     cache = cache.replace(overflow=cache.overflow | small)
     state = state.replace(blocks=replaced(state.blocks, group, step.blocks), plan=step)

@@ -179,10 +179,12 @@ def _least_that_fits(need: jax.Array, theta: int, width: int, num_blocks: int) -
   """i32[X]: theta, raised for a list that would exceed its width, and then for all lists together
   until the pool is enough."""
   levels = jnp.arange(need.shape[1])
-  own = jnp.argmax((need <= width) & (levels >= theta)[None], axis=-1)
+  own = jnp.argmax((need <= width) & (levels >= theta)[None], axis=-1).astype(jnp.int32)
+  if need.shape[0] * width <= num_blocks:
+    return own
   need_then = jnp.take_along_axis(need, jnp.maximum(own[:, None], levels[None]), axis=1)
   common = jnp.argmax((need_then.sum(axis=0) <= num_blocks) & (levels >= theta))
-  return jnp.maximum(own, common).astype(jnp.int32)
+  return jnp.maximum(own, common.astype(jnp.int32))
 
 
 def _set_cover(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.counting import before, places, running
+from kvjax.opkv.apart import insert_apart, owner_apart, take_apart
 from kvjax.opkv.blocks import Blocks, flat_tokens, owned_by, per_list, release
 from kvjax.opkv.eviction import EVICTIONS, Eviction
 from kvjax.opkv.filling import (
@@ -46,6 +47,8 @@ class Settings(NamedTuple):
       tokens of a hit stay visible, which the paper takes for a gain.
     filling: AGGREGATE, OPKV's; BY_PAGE, its ablation "no aggregation"; REFILL, ours.
     reuse: False for the ablation "no hot reuse", which forgets every block after its step.
+    shared: the lists share the pool; False where each has n/X blocks of its own
+      (`kvjax.opkv.apart`), as many as its width.
   """
 
   width: int
@@ -56,6 +59,7 @@ class Settings(NamedTuple):
   strict: bool = False
   filling: str = AGGREGATE
   reuse: bool = True
+  shared: bool = True
 
   @property
   def order(self) -> Eviction:
@@ -75,7 +79,8 @@ class Plan(NamedTuple):
     mask: bool[X, M, C], slots to read. A token is visible in one slot only.
     visible: bool[n, C], the same by block.
     too_small: bool[], the pool or the width cannot hold the selection. Then nothing is planned,
-      nothing is visible, and no block has changed.
+      nothing is visible, and no block has changed. Where pools are not shared that holds for the
+      lists that do not fit.
     hits: i32[X], blocks that were reused.
     new: i32[X], blocks that are new.
     moved: i32[X], tokens to copy, by list.
@@ -133,7 +138,7 @@ def plan(
   if newest is not None:
     selected = selected & (jnp.arange(capacity)[None] < newest[:, None])
   fits = _fits(selected, settings, n, c)
-  selected = selected & fits  # what does not fit is planned as if nothing were selected
+  selected = selected & fits[:, None]  # what does not fit is planned as if nothing were selected
 
   rule = {"width": settings.width, "recheck": settings.recheck, "filling": settings.filling}
   theta = 1 if settings.filling == REFILL else least_tokens(settings.rho, c)
@@ -144,7 +149,10 @@ def plan(
   pages = _pages_with(found.missing, c).sum(axis=-1, dtype=jnp.int32)
   new = new_blocks(settings.filling, c, hits, wanted, moved, pages)
 
-  taken, evicted, order = _take(blocks, found.hit, selected, new.sum(), settings)
+  if settings.shared:
+    taken, evicted, order = _take(blocks, found.hit, selected, new.sum(), settings)
+  else:
+    taken, evicted, order = take_apart(blocks, found.hit, new, capacity, settings.order)
   attended = _attended(blocks.owner, found.hit, hits, taken, new, settings.width)
   source, count = places(found.missing.reshape(-1), n * c), moved.sum()
   target = _targets(source, found, moved, new, taken, attended, settings.filling)
@@ -154,14 +162,18 @@ def plan(
 
   stayed = jnp.where(taken[:, None], -1, blocks.tokens)
   tokens = jnp.where(arrived >= 0, arrived, stayed)
-  after = Blocks(tokens, _new_owner(blocks.owner, attended, hits), order)
-  order = settings.order.insert(order, flat_tokens(after, lists, capacity), taken)
+  if settings.shared:
+    after = Blocks(tokens, _new_owner(blocks.owner, attended, hits), order)
+    order = settings.order.insert(order, flat_tokens(after, lists, capacity), taken)
+  else:
+    after = Blocks(tokens, owner_apart(blocks.owner, taken, lists), order)
+    order = insert_apart(order, tokens, taken, lists, capacity, settings.order)
   shown = found.first & found.wanted if settings.strict else found.first
   visible = (shown | (arrived >= 0)) & (found.hit | taken)[:, None]
   mask = visible.at[attended].get(mode="fill", fill_value=False)
   return Plan(
     after._replace(order=order),
-    *(source, target, count, attended, mask, visible, ~fits),
+    *(source, target, count, attended, mask, visible, ~fits.all()),
     *(hits, new, moved, evicted),
   )
 
@@ -193,12 +205,16 @@ def _targets(source, found: Retrieval, moved, new, taken, attended, filling: str
 
 
 def _fits(selected, settings: Settings, n: int, c: int) -> jax.Array:
-  """bool[]: the selections fit the pool and the width if nothing in it is a hit."""
+  """bool[X]: the selections fit the pool and the width if nothing in it is a hit; all or none of
+  them, unless each list has a pool of its own."""
   if settings.filling == BY_PAGE:
     need = _pages_with(selected, c).sum(axis=-1)
   else:
     need = -(-selected.sum(axis=-1) // c)
-  return (need <= settings.width).all() & (need.sum() <= n)
+  fits = need <= settings.width
+  return (
+    fits if not settings.shared else jnp.broadcast_to(fits.all() & (need.sum() <= n), fits.shape)
+  )
 
 
 def _take(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from kvjax.opkv.apart import by_list, no_blocks_apart
 from kvjax.opkv.blocks import Blocks, no_blocks, release
 from kvjax.opkv.sub_block_manager import Plan, Settings, checked, plan
 from tests.kvjax.opkv_by_hand import Ledger, Pool
@@ -273,6 +274,46 @@ def test_a_row_below_half_of_its_share_is_spared():
     blocks = step_of(blocks, as_mask([some, some, set(), set()]), newest).blocks
     assert (np.asarray(blocks.owner) >= 2).sum() == 2
   assert (np.asarray(blocks.owner) >= 0).all()  # the pool was full long ago
+
+
+@pytest.mark.parametrize("eviction", ["fifo", "lru", "s3fifo"])
+@pytest.mark.parametrize("filling", ["aggregate", "by_page", "refill"])
+def test_lists_with_a_pool_each_are_planned_as_if_alone(filling, eviction):
+  """What of it is not fit for one list (its selection is too large) is not planned, of it alone."""
+  width = 8 if filling == "by_page" else 3
+  alone = Settings(width, 1, rho=0.5, eviction=eviction, filling=filling)
+  apart = alone._replace(heads=HEADS, shared=False)
+  order = alone.order
+  blocks = no_blocks_apart(width, PAGE, order, LISTS, CAPACITY)
+  pools = [no_blocks(width, PAGE, order, 1, CAPACITY) for _ in range(LISTS)]
+  plan_apart = jax.jit(lambda blocks, s, newest: plan(blocks, s, apart, newest))
+  plan_one = jax.jit(lambda blocks, s, newest: plan(blocks, s, alone, newest))
+  refused = 0
+  for selected, newest, _ in walk(np.random.default_rng(0), 40, budget=13):
+    mask = as_mask(selected)
+    step = plan_apart(blocks, mask, newest)
+    moves, ones = [], []
+    for x in range(LISTS):
+      one = plan_one(pools[x], mask[x : x + 1], newest[x : x + 1])
+      count = int(one.count)
+      moves += zip(
+        np.asarray(one.source[:count]) + x * CAPACITY,
+        np.asarray(one.target[:count]) + x * width * PAGE,
+        strict=True,
+      )
+      pools[x] = one.blocks
+      ones.append(one)
+    count = int(step.count)
+    assert moves == list(zip(*(np.asarray(ids)[:count] for ids in step[1:3]), strict=True))
+    assert bool(step.too_small) == any(bool(one.too_small) for one in ones)
+    refused += bool(step.too_small)
+    blocks = step.blocks
+    for x, one in enumerate(ones):
+      np.testing.assert_array_equal(by_list(step.visible, LISTS)[x], one.visible)
+      np.testing.assert_array_equal(by_list(blocks.tokens, LISTS)[x], one.blocks.tokens)
+      np.testing.assert_array_equal(by_list(blocks.owner, LISTS)[x] >= 0, one.blocks.owner >= 0)
+      assert (int(step.hits[x]), int(step.new[x])) == (int(one.hits[0]), int(one.new[0]))
+  assert refused > 0 or filling == "by_page"
 
 
 def test_what_is_released_is_free_for_others():
