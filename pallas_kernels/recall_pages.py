@@ -24,6 +24,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.mosaic import move_pages as mosaic
@@ -45,10 +46,11 @@ def recall_pages(
 ) -> Pools:
   """The device pools with page target[i] replaced by page source[i] of the host pools, i < count.
 
-  Fewer pages cost less. With Mosaic it is one launch for all pools, whose programs read pinned
-  memory themselves and return at once where there is nothing to do. XLA runs a loop of count
-  steps: on a CPU that is the fastest form found; on a GPU (an older one, or where it is asked for)
-  every step is some launches and a question of the host, so that it is a fallback only.
+  Fewer pages cost less. With Mosaic it is one launch for each pool, whose programs read pinned
+  memory themselves and return at once where there is nothing to do; it runs on a stream of its own
+  beside what does not depend on it. XLA runs a loop: on a CPU that is the fastest form found; on a
+  GPU (an older one, or where it is asked for) every step is some launches and a question of the
+  host, so that it is a fallback only.
 
   Args:
     host: f[Nh, C, D] each, in host memory.
@@ -71,8 +73,28 @@ def recall_pages(
   if source.shape[0] == 0:
     return tuple(device)
   if chosen == "mosaic":
-    return mosaic.move_pages(host, device, source, target, count, interpret=interpret)
+    if interpret:
+      return mosaic.move_pages(host, device, source, target, count, interpret=True)
+    return _beside(host, device, source, target, count)
   return _by_loop(host, device, source, target, count, DEVICE)
+
+
+def _beside(host, device, source, target, count):
+  """By Mosaic, on a stream of a GPU that other kernels do not wait for.
+
+  XLA makes a call with this annotation two instructions, begin and end, and puts between them what
+  does not depend on it. Its results must not be several: XLA would take the tuple apart on that
+  stream too, and wait there. So keys and values have a launch each.
+  """
+  with set_xla_metadata(_xla_stream_annotation="1", inlineable="false"):
+    return tuple(
+      _move_pages(old, new, source, target, count) for old, new in zip(host, device, strict=True)
+    )
+
+
+@jax.jit
+def _move_pages(host, device, source, target, count):
+  return mosaic.move_pages((host,), (device,), source, target, count)[0]
 
 
 def offload_pages(

@@ -8,7 +8,6 @@ for the closed form of the device's pages, which stands beside them.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import sys
@@ -39,7 +38,8 @@ LLAMA_8B = ModelConfig(
 BATCH, TOKENS, PAGE = 8, 32_768, 16
 BUDGETS = (1024, 2048)
 BIG = 64 << 20
-RECALL, ATTENTION = "recall", "attention"
+RECALL, RECALLED, ATTENTION = "recall", "recalled", "attention"
+STREAM = '_xla_stream_annotation="1"'
 # Instructions that launch nothing.
 FREE = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 CALL = re.compile(r'custom-call\(.*custom_call_target="mosaic_gpu')
@@ -110,33 +110,38 @@ def compile_step(runner: Runner) -> Step:
 
 
 def schedule(hlo: str) -> list[str]:
-  """What the program launches, in order: recalls, attentions by the kernel, and other opcodes."""
+  """What the program launches, in order: begins and ends of recalls on a stream of their own,
+  attentions by the kernel, and other opcodes."""
   entry = hlo[hlo.index("\nENTRY ") :]
   launched = []
   for line in entry.splitlines():
     found = aot.INSTRUCTION.match(line)
     if not found or found[3] in FREE:
       continue
-    name = found[3]
-    if CALL.search(line):
-      name = RECALL if "move_pages" in line else ATTENTION
-    launched.append(name)
+    is_recall = STREAM in line and "move_pages" in line
+    names = {"call-start": RECALL, "call-done": RECALLED} if is_recall else {}
+    launched.append(ATTENTION if CALL.search(line) else names.get(found[3], found[3]))
   return launched
 
 
+def beside(launched: Sequence[str]) -> list[int]:
+  """For each recall, in order, the other launches between its begin and its end."""
+  begins, ends = (
+    [place for place, name in enumerate(launched) if name == which] for which in (RECALL, RECALLED)
+  )
+  return [
+    sum(name not in (RECALL, RECALLED) for name in launched[begin:end])
+    for begin, end in zip(begins, ends, strict=True)
+  ]
+
+
 def told_of_schedule(launched: Sequence[str]) -> str:
-  """Where the recalls of all layers stand between the attentions, in a sentence or two."""
-  calls = [(place, name) for place, name in enumerate(launched) if name in (RECALL, ATTENTION)]
-  pairs = list(zip(calls[::2], calls[1::2], strict=True))
-  alternate = all((a[1], b[1]) == (RECALL, ATTENTION) for a, b in pairs)
-  between = [b[0] - a[0] - 1 for a, b in pairs]
-  before = [a[0] - b[0] - 1 for (_, b), (a, _) in itertools.pairwise(pairs)]
-  order = "one recall and then one attention in each layer" if alternate else "NOT in turns"
-  streams = sum(name.startswith("async") for name in launched)
+  """What runs beside the recalls, in a sentence."""
+  attentions = launched.count(ATTENTION)
   return (
-    f"{len(launched):,} launches; {len(pairs)} recalls and {len(pairs)} attentions, {order}: "
-    f"{_span(between)} other launches between a recall and its attention, {_span(before)} between "
-    f"an attention and the next recall; {streams} on a stream of their own"
+    f"{len(launched):,} launches, {attentions} attentions; {launched.count(RECALL)} recalls, of "
+    f"keys and of values apart, on a stream of their own, and {_span(beside(launched))} other "
+    "launches between begin and end of each"
   )
 
 

@@ -19,26 +19,31 @@ HLO = """
 ENTRY %main (p: f32[1]) -> f32[1] {
   %p = f32[1]{0} parameter(0)
   %f.1 = f32[1]{0} fusion(%p), kind=kLoop, calls=%body
-  %move.1 = (f32[1]{0}, f32[1]{0}) custom-call(%f.1), custom_call_target="mosaic_gpu_v2", \
-metadata={op_name="jit(_decode)/move_pages/mpmd_map"}
-  %g = f32[1]{0} get-tuple-element(%move.1), index=0
+  %move.1 = ((f32[1]{0}), f32[1]{0}) call-start(%f.1), MARK
+  %f.2 = f32[1]{0} fusion(%p), kind=kLoop, calls=%body
+  %move.2 = ((f32[1]{0}), f32[1]{0}) call-start(%f.1), MARK
+  %done.1 = f32[1]{0} call-done(%move.1), MARK
+  %done.2 = f32[1]{0} call-done(%move.2), MARK
+  %g = (f32[1]{0}) tuple(%done.1)
   %attend.1 = f32[1]{0} custom-call(%g), custom_call_target="mosaic_gpu_v2"
-  %f.2 = f32[1]{0} fusion(%attend.1), kind=kLoop, calls=%body
-  %move.2 = (f32[1]{0}, f32[1]{0}) custom-call(%f.2), custom_call_target="mosaic_gpu_v2", \
-metadata={op_name="jit(_decode)/move_pages/mpmd_map"}
-  %f.3 = f32[1]{0} fusion(%move.2), kind=kLoop, calls=%body
-  ROOT %attend.2 = f32[1]{0} custom-call(%f.3), custom_call_target="mosaic_gpu_v2"
+  %other = ((f32[1]{0}), f32[1]{0}) call-start(%f.1)
+  ROOT %f.3 = f32[1]{0} fusion(%attend.1), kind=kLoop, calls=%body
 }
-"""
+""".replace(
+  "MARK",
+  'frontend_attributes={_xla_stream_annotation="1",inlineable="false"}, '
+  'metadata={op_name="jit(_decode)/jit(_move_pages)"}',
+)
 
 
 def test_the_schedule_is_what_the_entry_launches():
   launched = report.schedule(HLO)
-  turn = ["recall", "attention"]
-  assert launched == ["fusion", *turn, "fusion", "recall", "fusion", "attention"]
+  recalls = ["recall", "fusion", "recall", "recalled", "recalled"]
+  assert launched == ["fusion", *recalls, "attention", "call-start", "fusion"]
+  assert report.beside(launched) == [1, 0]
   told = report.told_of_schedule(launched)
-  assert "7 launches; 2 recalls and 2 attentions, one recall and then one attention" in told
-  assert "0 to 1 other launches between a recall and its attention, 1 between an attention" in told
+  assert "9 launches, 1 attentions; 2 recalls" in told
+  assert "0 to 1 other launches between begin and end" in told
 
 
 @pytest.mark.parametrize("place", range(3), ids=["dense", *map(str, report.BUDGETS)])

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import make_policy
 from tests import aot
-from tests.h100_report import LLAMA_8B, compile_step, flexicache, runner_of, schedule
+from tests.h100_report import LLAMA_8B, beside, compile_step, flexicache, runner_of, schedule
 
 MIB = 1 << 20
 BATCH, TOKENS = 4, 32_768
@@ -59,9 +59,15 @@ def test_decode_step_with_a_host_tier_copies_no_pool(store):
   assert memory.host_temp_size_in_bytes == 0
   assert memory.alias_size_in_bytes >= kept.total
   assert not aot.big_copies(hlo, 16 * MIB)
-  # A recall for each selecting layer, and where whole pages or blocks are read their attention.
-  kernels = {"whole_page": 2, "op_block": 4, "head_tiered": 8}
-  assert hlo.count('custom_call_target="mosaic_gpu') == kernels[store]
-  if store == "head_tiered":
-    calls = [name for name in schedule(hlo) if name in ("recall", "attention")]
-    assert calls == ["recall", "attention"] * shape.num_layers
+  # A recall of keys and one of values for each selecting layer; where pages or blocks are read, the
+  # attention to them.
+  launched = schedule(hlo)
+  layers = shape.num_layers if store == "head_tiered" else 2
+  assert launched.count("recall") == launched.count("recalled") == 2 * layers
+  assert launched.count("attention") == (0 if store == "whole_page" else layers)
+  print(f"{store}: launches beside each recall {beside(launched)}")
+  assert min(beside(launched)) > 0
+  if (
+    store == "op_block"
+  ):  # InfiniGen knows a layer ahead what it wants; that one computes meanwhile
+    assert max(beside(launched)) > 20
