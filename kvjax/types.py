@@ -76,6 +76,9 @@ class Model(NamedTuple):
     query: `query(params, layer, hidden f[B, S, E]) -> f[B, S, H, D]`: queries that a layer makes of
       the input of its projections, before the position rule. Policies that look ahead give it the
       input of an earlier layer.
+    keys_values: `keys_values(params, layer, hidden f[B, S, E]) -> k, v f[B, S, K, D]`: what a layer
+      makes of the input of its projections, before the position rule; forward makes them so too.
+      Who keeps hidden instead of keys and values has them back by it.
     unembed: `unembed(params, x f[B, E]) -> f32[B, V]`, the head.
     rotate: the position rule.
     part: `part(config, axes) -> Model`, what one device of a mesh computes: the same model with the
@@ -86,6 +89,7 @@ class Model(NamedTuple):
   init: Callable[..., Params]
   forward: Callable[..., tuple[jax.Array, State]]
   query: Callable[[Params, int, jax.Array], jax.Array]
+  keys_values: Callable[[Params, int, jax.Array], tuple[jax.Array, jax.Array]]
   unembed: Callable[[Params, jax.Array], jax.Array]
   rotate: Rotate
   part: Callable[[ModelConfig, Axes], Model]

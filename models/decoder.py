@@ -50,6 +50,7 @@ def build(config: ModelConfig, axes: Axes = WHOLE, *, qkv_bias: bool = False) ->
     init=partial(init, config, qkv_bias=qkv_bias),
     forward=partial(forward, config, axes=axes),
     query=partial(query, config),
+    keys_values=partial(keys_values, config),
     unembed=partial(unembed, axes=axes),
     rotate=rotary(config),
     part=partial(build, qkv_bias=qkv_bias),
@@ -100,9 +101,8 @@ def forward(
   x = lookup(params["embed"], tokens, axes.vocab)
   for index, layer in enumerate(params["layers"]):
     hidden = rms_norm(x, layer["attn_norm"], config.norm_eps)
-    q = split_heads(linear(hidden, layer, "q"), config.num_heads)
-    k = split_heads(linear(hidden, layer, "k"), config.num_kv_heads)
-    v = split_heads(linear(hidden, layer, "v"), config.num_kv_heads)
+    q = query(config, params, index, hidden)
+    k, v = keys_values(config, params, index, hidden)
     out, cache = attend(index, q, k, v, cache, hidden)
     x = x + linear(merge_heads(out), layer, "o", axes.inner)
     hidden = rms_norm(x, layer["mlp_norm"], config.norm_eps)
@@ -113,6 +113,14 @@ def forward(
 def query(config: ModelConfig, params: Params, layer: int, hidden: jax.Array) -> jax.Array:
   """Queries f[B, S, H, D] that a layer makes of hidden f[B, S, E], not yet rotated."""
   return split_heads(linear(hidden, params["layers"][layer], "q"), config.num_heads)
+
+
+def keys_values(
+  config: ModelConfig, params: Params, layer: int, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Keys, not yet rotated, and values f[B, S, K, D] that a layer makes of hidden f[B, S, E]."""
+  k, v = (linear(hidden, params["layers"][layer], name) for name in "kv")
+  return split_heads(k, config.num_kv_heads), split_heads(v, config.num_kv_heads)
 
 
 def unembed(params: Params, x: jax.Array, axes: Axes = WHOLE) -> jax.Array:

@@ -82,6 +82,7 @@ def build(config: ModelConfig, axes: Axes = WHOLE) -> Model:
     init=partial(init, config),
     forward=partial(forward, config, axes=axes),
     query=partial(query, config),
+    keys_values=partial(keys_values, config),
     unembed=partial(unembed, axes=axes),
     rotate=lambda x, positions: x,
     part=build,
@@ -137,10 +138,10 @@ def forward(
   if "project_in" in params:
     x = linear(x, params, "project_in")
   x = x + params["positions"].at[positions + POSITION_OFFSET].get(mode="clip")
-  heads = config.num_heads
   for index, layer in enumerate(params["layers"]):
     hidden = x if config.norm_last else _apply_norm(config, x, layer, "attn_norm")
-    q, k, v = (split_heads(linear(hidden, layer, name), heads) for name in "qkv")
+    q = query(config, params, index, hidden)
+    k, v = keys_values(config, params, index, hidden)
     out, cache = attend(index, q, k, v, cache, hidden)
     x = x + linear(merge_heads(out), layer, "o", axes.inner)
     x = _apply_norm(config, x, layer, "attn_norm") if config.norm_last else x
@@ -153,6 +154,14 @@ def forward(
 def query(config: ModelConfig, params: Params, layer: int, hidden: jax.Array) -> jax.Array:
   """Queries f[B, S, H, D] that a layer makes of hidden f[B, S, E]."""
   return split_heads(linear(hidden, params["layers"][layer], "q"), config.num_heads)
+
+
+def keys_values(
+  config: ModelConfig, params: Params, layer: int, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Keys and values f[B, S, K, D] that a layer makes of hidden f[B, S, E]."""
+  k, v = (linear(hidden, params["layers"][layer], name) for name in "kv")
+  return split_heads(k, config.num_kv_heads), split_heads(v, config.num_kv_heads)
 
 
 def unembed(params: Params, x: jax.Array, axes: Axes = WHOLE) -> jax.Array:

@@ -133,6 +133,7 @@ def _model(config: ModelConfig) -> Model:
     init=nothing,
     forward=forward,
     query=nothing,
+    keys_values=nothing,
     unembed=lambda params, x: jnp.zeros((x.shape[0], config.vocab_size)),
     rotate=lambda x, positions: x,
     part=nothing,

@@ -50,7 +50,7 @@ def model_of_names() -> Model:
     return jax.nn.one_hot(x[:, 0].astype(jnp.int32), COLORS)
 
   none = lambda *args, **options: None  # noqa: E731
-  return Model(config, none, forward, none, unembed, lambda x, positions: x, none)
+  return Model(config, none, forward, none, none, unembed, lambda x, positions: x, none)
 
 
 def selecting() -> Policy:
