@@ -2,7 +2,8 @@
 
 Host code without arrays: where histories lie (`Placement`), who leaves host memory (an `Eviction`),
 who is read from disk and who is served (`DualQueue`), which pages of the device are whose
-(`MixedPages`). What is simulated is what runs.
+(`MixedPages`). What is simulated is what runs. `kvjax.bidaw.tensor_cache`, which keeps activations
+instead of keys and values, has arrays and is imported by its own name.
 """
 
 from kvjax.bidaw.buddy import MixedPages, NoRoom, Page
@@ -12,6 +13,7 @@ from kvjax.bidaw.eviction import Eviction, belady, fifo, lru, queue_lru, s3fifo
 from kvjax.bidaw.in_the_wild import InTheWild
 from kvjax.bidaw.previous_answer import PreviousAnswer
 from kvjax.bidaw.scheduler import DualQueue
+from kvjax.bidaw.tensor_costs import TensorCost, activations_cost, keys_values_cost, why_not
 
 __all__ = [
   "Disk",
@@ -24,11 +26,15 @@ __all__ = [
   "Placement",
   "PreviousAnswer",
   "Read",
+  "TensorCost",
   "TimedDisk",
   "Where",
+  "activations_cost",
   "belady",
   "fifo",
+  "keys_values_cost",
   "lru",
   "queue_lru",
   "s3fifo",
+  "why_not",
 ]

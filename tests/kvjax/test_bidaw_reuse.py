@@ -147,8 +147,10 @@ def test_no_samples_no_bounds():
 
 
 def test_bidaw_has_no_arrays_on_devices_and_knows_no_engine():
-  allowed = {*sys.stdlib_module_names, "numpy", "kvjax.bidaw", "kvjax.eviction"}
+  allowed = {*sys.stdlib_module_names, "numpy", "kvjax.bidaw", "kvjax.config", "kvjax.eviction"}
   for path in Path(kvjax.bidaw.__file__).parent.glob("*.py"):
+    if path.name == "tensor_cache.py":  # the one that computes
+      continue
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
       names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
       names += [node.module] if isinstance(node, ast.ImportFrom) else []
