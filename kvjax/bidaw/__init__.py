@@ -13,7 +13,12 @@ from kvjax.bidaw.eviction import Eviction, belady, fifo, lru, queue_lru, s3fifo
 from kvjax.bidaw.in_the_wild import InTheWild
 from kvjax.bidaw.previous_answer import PreviousAnswer
 from kvjax.bidaw.scheduler import DualQueue
-from kvjax.bidaw.tensor_costs import TensorCost, activations_cost, keys_values_cost, why_not
+from kvjax.bidaw.tensor_costs import (
+  TensorCost,
+  activations_cost,
+  keys_values_cost,
+  why_no_activations,
+)
 
 __all__ = [
   "Disk",
@@ -36,5 +41,5 @@ __all__ = [
   "lru",
   "queue_lru",
   "s3fifo",
-  "why_not",
+  "why_no_activations",
 ]

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.bidaw.tensor_costs import why_not
+from kvjax.bidaw.tensor_costs import why_no_activations
 from kvjax.cache import KVCache
 from kvjax.cache.segments import write_at, write_chunk
 from kvjax.config import CacheConfig, ModelConfig
@@ -84,7 +84,7 @@ def keeping(policy: Policy) -> Policy:
     )
 
   def register(model: ModelConfig, cache: CacheConfig) -> tuple[LayerPlan, State]:
-    if (reason := why_not(model)) is not None:
+    if (reason := why_no_activations(model)) is not None:
       raise ValueError(reason)
     plan, own = policy.register(model, cache)
     shape = cache.batch_size, 1, cache.capacity_tokens, model.embed_dim
@@ -159,7 +159,7 @@ def rebuild(
   Raises:
     ValueError: runs of another length than x, or a history longer than T; or it does not pay.
   """
-  if (reason := why_not(model.config)) is not None:
+  if (reason := why_no_activations(model.config)) is not None:
     raise ValueError(reason)
   layers, tokens, _ = x.shape
   if sum(run.tokens for run in runs) != tokens or tokens > capacity_tokens:

@@ -37,7 +37,7 @@ class TensorCost(NamedTuple):
     return self.saved_flops / self.num_bytes / 1000
 
 
-def why_not(config: ModelConfig) -> str | None:
+def why_no_activations(config: ModelConfig) -> str | None:
   """Why keeping activations does not pay for a model of this shape; None where it does.
 
   They are E numbers a token and layer, keys and values 2*K*D: with grouped-query attention of two
@@ -66,7 +66,7 @@ def keys_values_cost(config: ModelConfig, item_bytes: int = 2) -> TensorCost:
 
 
 def activations_cost(config: ModelConfig, item_bytes: int = 2) -> TensorCost:
-  """The input of every layer's projections instead; `why_not` says for which models it pays."""
+  """The input of every layer's projections instead, if `why_no_activations` has nothing to say."""
   numbers = config.num_layers * config.embed_dim
   rebuild = 4 * numbers * config.num_kv_heads * config.head_dim
   return TensorCost(numbers * item_bytes, rebuild, pass_flops(config) - rebuild)

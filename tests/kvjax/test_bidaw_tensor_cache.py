@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.bidaw import activations_cost, keys_values_cost, why_not
+from kvjax.bidaw import activations_cost, keys_values_cost, why_no_activations
 from kvjax.bidaw.tensor_cache import Run, activations, keeping, rebuild
 from kvjax.bidaw.tensor_costs import pass_flops
 from kvjax.cache import paged
@@ -177,7 +177,7 @@ def test_costs_of_the_paper():
 
 
 def test_which_shapes_it_pays_for():
-  pays = {name for name, config in PRESETS.items() if why_not(config) is None}
+  pays = {name for name, config in PRESETS.items() if why_no_activations(config) is None}
   assert {name for name in PRESETS if name.startswith("opt")} < pays
   assert {"llama-2-7b", "llama-2-13b"} < pays
   assert all(PRESETS[name].group_size == 1 for name in pays)
