@@ -11,12 +11,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # The plugin refuses to load where it finds neither a GPU nor cuDNN; a compiler needs neither.
@@ -103,7 +105,21 @@ def compile_lowered(lowered: jax.stages.Lowered, options=None) -> jax.stages.Com
   device = _mesh().devices.flat[0]
   # Lowered for an abstract mesh it has no device yet, and would be given to the CPU's compiler.
   lowered._lowering.compile_args["backend"] = device.client
-  return lowered.compile(device_assignment=(device,), compiler_options=options)
+  with _no_compilation_cache():
+    return lowered.compile(device_assignment=(device,), compiler_options=options)
+
+
+@contextmanager
+def _no_compilation_cache():
+  """It cannot load what was compiled for a device that is not here."""
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # asks the setting only once
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def compile_for_h100(fn: Callable, *args, **argnums) -> jax.stages.Compiled:

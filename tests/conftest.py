@@ -6,10 +6,13 @@ looser arithmetic says so with `with jax.numpy_dtype_promotion("standard")`.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import shutil
 import signal
 import socket
+import tempfile
 from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported; subprocesses inherit it
@@ -17,6 +20,13 @@ os.environ.setdefault("MPLBACKEND", "agg")
 # Tests compile far more than they compute, and two workers have a core each.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# What one file, worker or command of a run has compiled, the others load. The first process of the
+# run makes the folder and takes it away.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="kvjax-tests-")
+  atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
