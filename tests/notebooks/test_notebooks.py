@@ -34,7 +34,7 @@ def test_the_first_code_installs(notebook):
 def test_it_runs(name, tmp_path, monkeypatch):
   text = tmp_path / "book.txt"
   text.write_text(" ".join(f"Sentence number {n} ends here." for n in range(200)), "utf-8")
-  settings = {"MODEL": MODEL, "TEXT": text, "TOKENS": 1500, "STEPS": 48}
+  settings = {"MODEL": MODEL, "TEXT": text, "TOKENS": 800, "STEPS": 48}
   outputs = run(ROOT / "notebooks" / f"{name}.ipynb", tmp_path, monkeypatch, settings)
   said, pictures = SAYS[name]
   assert all(one in outputs for one in said)

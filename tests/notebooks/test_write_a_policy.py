@@ -71,6 +71,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
   model = tiny.write_gguf(tmp_path / "tiny.gguf", config, tiny.tensors(config), extra=extra)
   text = tmp_path / "book.txt"
   text.write_text(" ".join(f"Sentence number {n} ends here." for n in range(200)), "utf-8")
-  settings = {"MODEL": model, "TEXT": text, "TOKENS": 1500}
+  settings = {"MODEL": model, "TEXT": text, "TOKENS": 1000}
   outputs = run(NOTEBOOK, tmp_path, monkeypatch, settings)
-  assert "mean_key@375" in outputs and "image/png" in outputs
+  assert "mean_key@250" in outputs and "image/png" in outputs
