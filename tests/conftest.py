@@ -43,16 +43,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # end together. The others take a few seconds each and come last.
 _LONG = (
   *("test_laws", "test_window", "test_sharded", "test_laws_compiled", "test_golden_families"),
-  *("test_host_stores", "test_head_tiered", "test_batching"),
-  *("test_small", "test_omnikv", "test_evicting", "test_quickstart", "test_clusterkv"),
-  *("test_infinigen", "test_snapkv", "test_profiling", "test_streaming", "test_page_policies"),
-  *("test_int8_digests", "test_throughput", "test_page_scores", "test_train_small", "test_replay"),
-  *("test_run_needle", "test_golden", "test_attention", "test_pages", "test_families"),
-  *("test_write_a_policy", "test_generate", "test_readme", "test_inspect_model", "test_h100"),
-  *("test_mosaic_attention", "test_mosaic_ranking", "test_mosaic_pages", "test_gpu_check"),
-  *("test_host_stores", "test_reproduce_opkv", "test_races", "test_sub_block_manager"),
-  *("test_h100_attention", "test_project_qkv_to_pages", "test_paged_attention"),
-  *("test_profile_policy", "test_quest", "test_sampling", "test_decoder", "test_duo"),
+  *("test_host_stores", "test_head_tiered", "test_batching", "test_reproduce_opkv"),
+  *("test_run_needle", "test_eviction", "test_notebooks", "test_gpu_check", "test_page_scores"),
+  *("test_write_a_policy", "test_small", "test_omnikv", "test_evicting", "test_quickstart"),
+  *("test_clusterkv", "test_infinigen", "test_snapkv", "test_profiling", "test_streaming"),
+  *("test_page_policies", "test_int8_digests", "test_throughput", "test_unstable_heads"),
+  *("test_train_small", "test_replay", "test_run_perplexity", "test_golden", "test_attention"),
+  *("test_pages", "test_families", "test_generate", "test_readme", "test_inspect_model"),
+  *("test_h100", "test_mosaic_attention", "test_mosaic_ranking", "test_mosaic_pages", "test_races"),
+  *("test_sub_block_manager", "test_h100_attention", "test_project_qkv_to_pages"),
+  *("test_paged_attention", "test_profile_policy", "test_quest", "test_sampling"),
+  *("test_decoder", "test_duo", "test_profile_heads", "test_layering"),
 )
 
 
