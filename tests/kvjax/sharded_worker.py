@@ -217,6 +217,8 @@ def main(names: str, port: str = "", process: str = "") -> None:
   jax.config.update("jax_numpy_rank_promotion", "raise")
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   if port:
+    # Programs of two processes are not to be loaded by one as the other has stored them.
+    jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, int(process))
   print(json.dumps({name: run(CASES[name]) for name in names.split(",")}))
