@@ -282,6 +282,7 @@ class Store(NamedTuple):
       of its arrays lie one after another, so that the engine can do it.
     free: `free(state, ended bool[B]) -> state`: gives up what rows hold of what rows share. None
       where they share nothing.
+    splits_heads: what a device of a mesh keeps is the same for any part of the heads.
   """
 
   name: str
@@ -297,3 +298,4 @@ class Store(NamedTuple):
   seal: Callable[..., State]
   insert: Callable[[State, State, jax.Array], State] | None = None
   free: Callable[[State, jax.Array], State] | None = None
+  splits_heads: bool = True

@@ -216,8 +216,8 @@ def check_overflow(runner: Runner, cache: KVCache) -> None:
   longest, policy = int(to_host(cache.lengths).max()), runner.policy
   if (to_host(cache.overflow) & TOO_SMALL).any():
     raise RuntimeError(
-      f"store {runner.store.name!r} has too few blocks on the device for what one layer selects of "
-      f"rows {rows.tolist()}; raise its option slack if it has one, or lower the budget"
+      f"store {runner.store.name!r} has too little room on the device for what one layer selects "
+      f"of rows {rows.tolist()}; raise its option slack if it has one, or lower the budget"
     )
   fixed = runner.store.drops and policy.evict is None  # what is generated has its own slots
   if fixed and longest <= runner.prefill_config.capacity_tokens:

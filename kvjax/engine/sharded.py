@@ -18,10 +18,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kvjax.cache import KVCache
 from kvjax.config import CacheConfig
 from kvjax.types import Axes, Model, Params
 
@@ -132,6 +134,21 @@ def split_specs(whole: Any, parts: Mapping[str, Any]) -> Specs:
     return P(*(names or None for names in axes))
 
   return jax.tree.map(spec, whole, *parts.values())
+
+
+def agreed(out: Any) -> Any:
+  """What a step gives, where devices that share rows agree on their overflow bits.
+
+  Each plans for the heads that it has, and the pool of one alone may be too small. That a row is
+  longer than the cache all of them see, so that the greatest number has all the bits.
+  """
+
+  def agree(node):
+    if not isinstance(node, KVCache):
+      return node
+    return node.replace(overflow=lax.pmax(node.overflow, MODEL))
+
+  return jax.tree.map(agree, out, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 def rows(mesh: Mesh | None) -> NamedSharding | None:

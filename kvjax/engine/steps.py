@@ -94,10 +94,18 @@ def prepare(
         f"policy {policy.name!r} joins the heads of a layer, which a mesh with model="
         f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
       )
+    if not chosen.splits_heads and mesh.shape[sharded.MODEL] > 1:
+      raise ValueError(
+        f"store {chosen.name!r} places each head of a layer by itself, which a mesh with model="
+        f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
+      )
   cache_config = _windowed(model, policy, cache_config, chunk_tokens)
-  if mesh is not None and chosen.on_host:
-    raise ValueError(f"store {store!r} runs on one device so far; leave the mesh out")
   plan = _plan(policy, model.config, cache_config)
+  if chosen.on_host and not plan.select_layers:
+    raise ValueError(
+      f"store {store!r} keeps pages of layers that select, and policy {policy.name!r} selects in "
+      f"none of {model.config.num_layers}; take store 'resident', or fewer dense layers"
+    )
   decode_config = chosen.decode_config(cache_config, policy)
   runner = Runner(
     model,
@@ -112,7 +120,8 @@ def prepare(
     mesh,
   )
   prefill, decode = _abstract_caches(runner if mesh is None else _part(runner, mesh.shape))
-  host.check_fits(cache_bytes(prefill).host, jax.default_backend())
+  here = 1 if mesh is None else mesh.size // jax.process_count()  # devices that share the memory
+  host.check_fits(cache_bytes(prefill).host * here, jax.default_backend())
   return runner._replace(prefill_bytes=cache_bytes(prefill), decode_bytes=cache_bytes(decode))
 
 
@@ -180,6 +189,9 @@ def _specs(runner: Runner, mesh: Mesh) -> dict[str, Any]:
     "params": sharded.param_specs(runner.model, mesh),
     "prefill": prefill,
     "decode": decode,
+    "rest": prefill.replace(host=None, pools=None),
+    "pools": prefill.pools,
+    "stowed": decode.replace(host=None),
     "rows": sharded.ROWS,
     "heads": sharded.HEADS,
     "same": sharded.SAME,
@@ -201,8 +213,12 @@ def _on_mesh(step: Callable, takes: tuple[str, ...], gives: Any, *, first: int =
     if runner.mesh is None:
       return step(runner, *args)
     specs, part = _specs(runner, runner.mesh), _part(runner, runner.mesh.shape)
+
+    def on_device(*arrays):
+      return sharded.agreed(step(part, *args[:first], *arrays))
+
     on_devices = jax.shard_map(
-      partial(step, part, *args[:first]),
+      on_device if runner.store.on_host else partial(step, part, *args[:first]),
       mesh=runner.mesh,
       in_specs=tuple(specs[name] for name in takes[: len(args) - first]),
       out_specs=jax.tree.map(specs.__getitem__, gives),
@@ -338,7 +354,7 @@ seal = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0)
 settle = jax.jit(_on_mesh(_seal, ("prefill",), "decode"), static_argnums=0, donate_argnums=1)
 """`settle(runner, cache) -> cache`: `seal` where the store drops nothing; the cache is donated."""
 
-stow = jax.jit(_stow, static_argnums=0, donate_argnums=1)
+stow = jax.jit(_on_mesh(_stow, ("rest", "pools"), "stowed"), static_argnums=0, donate_argnums=1)
 """`stow(runner, cache, pools) -> cache`: `seal` where pages are on the host; the cache, which is
 given without its pools, is donated."""
 

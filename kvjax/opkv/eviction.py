@@ -80,7 +80,8 @@ class Queues(NamedTuple):
     main: bool[n], blocks of the main queue; the others are in the small one.
     uses: i32[n], uses of a block since it joined its queue, at most three.
     ghosts: i32[num_keys], number of the eviction from small with which a key went.
-    evictions: i32[], evictions from small so far.
+    evictions: i32[n], evictions from small so far, the same number for all blocks: a number of the
+      pool alone would look as if all devices of a mesh shared it.
   """
 
   line: jax.Array
@@ -99,7 +100,7 @@ def _no_queues(num_blocks: int, num_keys: int) -> Queues:
     jnp.zeros(num_blocks, bool),
     jnp.zeros(num_blocks, jnp.int32),
     jnp.full(num_keys, _NEVER, jnp.int32),
-    jnp.int32(0),
+    jnp.zeros(num_blocks, jnp.int32),
   )
 
 
@@ -160,7 +161,7 @@ def _evict_s3fifo(
 def _join_queues(state: Queues, keys: jax.Array, new: jax.Array) -> Queues:
   """`S3Fifo.insert` of new blocks by id."""
   n, num_keys = new.shape[0], state.ghosts.shape[0]
-  oldest_kept = state.evictions - (n - small_size(n))
+  oldest_kept = (state.evictions - (n - small_size(n)))[:, None]
   ghost = state.ghosts.at[keys].get(mode="fill", fill_value=_NEVER) >= oldest_kept
   size = (keys < num_keys).sum(axis=-1, dtype=jnp.int32)
   remembered = 2 * ghost.sum(axis=-1, dtype=jnp.int32) >= size

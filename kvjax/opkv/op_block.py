@@ -52,7 +52,7 @@ class OpBlockState(flax.struct.PyTreeNode):
     traffic: what was moved.
     plan: within a step, of the layers that are being served; None between steps.
     group: of each selecting layer, which metadata it has.
-    settings: of the plans.
+    settings: of the plans, but for what follows from the shapes of a device's part (`_settings`).
     shared: all lists of a layer have one pool.
   """
 
@@ -146,7 +146,6 @@ def seal(
   if settings.filling == "by_page":  # each selected token may be in a page of its own
     width = min(budget, p)
     n = max(n, lists * width)
-  settings = settings._replace(width=width, heads=heads, shared=shared)
   n = n if shared else lists * width
   group, parts = groups(layer_plan, rows), 1 if shared else lists
 
@@ -158,13 +157,13 @@ def seal(
   pools = tuple(Pools(*map(before, newest_pages(cache, row))) for row in range(rows))
   make, size = (no_blocks, n) if shared else (no_blocks_apart, width)
   blocks = tuple(make(size, c, settings.order, lists, p * c) for _ in {*group})
-  state = OpBlockState(blocks, pools, no_traffic(b), None, group, settings, shared)
+  state = OpBlockState(blocks, pools, no_traffic(b, heads), None, group, settings, shared)
   return cache.replace(pools=None, store_state=state)
 
 
 def insert(state: OpBlockState, one: OpBlockState, slot: jax.Array) -> OpBlockState:
   """The newest pages of a row that was sealed alone; it has no OP blocks yet."""
-  first = state.blocks[0].owner.shape[0] + slot * state.settings.heads
+  first = state.blocks[0].owner.shape[0] + slot * _lists(one)
   alone = one.blocks[0].owner.shape[0]
 
   def put(pool, new):
@@ -196,7 +195,7 @@ def fetch(
   newest = ordered_page(cache, lengths)[0]
   selected = selected_tokens(cache, selection, lengths)
   if state.plan is None:
-    step = plan(state.blocks[group], selected, state.settings, newest)
+    step = plan(state.blocks[group], selected, _settings(state, heads), newest)
     small = jnp.where(step.too_small, TOO_SMALL, 0).astype(jnp.uint32)
     cache = cache.replace(overflow=cache.overflow | small)
     state = state.replace(blocks=replaced(state.blocks, group, step.blocks), plan=step)
@@ -246,6 +245,12 @@ def in_pool(state: OpBlockState, slots: jax.Array) -> jax.Array:
 def _lists(state: OpBlockState) -> int:
   """X, each of which has one ordered page."""
   return state.pools[0].num_pages - state.blocks[0].owner.shape[0]
+
+
+def _settings(state: OpBlockState, heads: int) -> Settings:
+  """With the blocks that a list may read, its even share of the pool, and the K lists of a row."""
+  width = -(-state.blocks[0].owner.shape[0] // _lists(state))
+  return state.settings._replace(width=width, heads=heads, shared=state.shared)
 
 
 def _ticket(state: OpBlockState, step: Plan, selected, ordered) -> Ticket:

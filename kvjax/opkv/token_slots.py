@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.counting import before, places
-from kvjax.cache.kv_cache import KVCache
+from kvjax.cache.kv_cache import TOO_SMALL, KVCache
 from kvjax.cache.paged import Pools
 from kvjax.config import CacheConfig
 from kvjax.opkv.recalling import (
@@ -61,6 +61,7 @@ class Fill(NamedTuple):
     target: i32[R], x*W + slot, where it goes.
     count: i32[], tokens to copy.
     moved: i32[X], by list.
+    too_small: bool[X], lists that select over W tokens; nothing of theirs is copied or changed.
   """
 
   slots: Slots
@@ -68,6 +69,7 @@ class Fill(NamedTuple):
   target: jax.Array
   count: jax.Array
   moved: jax.Array
+  too_small: jax.Array
 
 
 class SlotState(flax.struct.PyTreeNode):
@@ -123,6 +125,8 @@ def fill(slots: Slots, selected: jax.Array) -> Fill:
   """
   tokens, hand = slots
   (lists, width), total = tokens.shape, selected.shape[1]
+  too_small = selected.sum(axis=1) > width
+  selected = selected & ~too_small[:, None]
   size, x = lists * width, jnp.arange(lists)[:, None]
   place = jnp.where(tokens < 0, total, tokens)
   kept = selected.at[x, place].get(mode="fill", fill_value=False)  # bool[X, W]
@@ -144,7 +148,7 @@ def fill(slots: Slots, selected: jax.Array) -> Fill:
   after = tokens.reshape(-1).at[target].set(source % total, mode="drop").reshape(tokens.shape)
   last = opened.at[before(openings) + (passed + moved - 1) % jnp.maximum(openings, 1)]
   hand = jnp.where(moved > 0, (last.get(mode="clip") + 1) % width, hand)
-  return Fill(Slots(after, hand), source, target, count, moved)
+  return Fill(Slots(after, hand), source, target, count, moved, too_small)
 
 
 def seal(
@@ -170,7 +174,7 @@ def seal(
   pools = tuple(Pools(*map(beside, newest_pages(cache, row))) for row in range(rows))
   empty = Slots(jnp.full((lists, width), -1, jnp.int32), jnp.zeros(lists, jnp.int32))
   slots = tuple(jax.tree.map(jnp.copy, empty) for _ in {*group})
-  state = SlotState(slots, pools, no_traffic(b), None, group, strict)
+  state = SlotState(slots, pools, no_traffic(b, heads), None, group, strict)
   return cache.replace(pools=None, store_state=state)
 
 
@@ -198,6 +202,8 @@ def fetch(
   # A list's slots are followed by its ordered page, so that they lie C apart from the next one's.
   target = step.target + step.target // width * c
   pools, cache = copy_tokens(cache, row, state.pools[row], step.source, target, step.count)
+  lacking = jnp.where(step.too_small.reshape(b, heads).any(axis=1), TOO_SMALL, 0)
+  cache = cache.replace(overflow=cache.overflow | lacking.astype(jnp.uint32))
   counts = wanted.sum(axis=1, dtype=jnp.int32)
   counted = {"selected": selected.sum(axis=1), "moved": step.moved, "resident": counts - step.moved}
   traffic = add(state.traffic, **{name: x.reshape(b, heads) for name, x in counted.items()})

@@ -135,8 +135,10 @@ def fetch(
   counts |= {"pages_used": wanted, "pages_hit": wanted & ~away}
   if state.tiered[row]:
     moved, cache = _bring(cache, row, wanted, lengths)
-    counts |= {"moved": moved.sum(axis=-1) * cache.host.page_size}
-  traffic = add(state.traffic, **{name: x.reshape(b, -1).sum(axis=1) for name, x in counts.items()})
+    moved = jnp.zeros_like(wanted).at[:, np.array(state.tiered[row])].set(moved)
+    counts |= {"moved": moved * cache.host.page_size}
+  counts = {name: x.reshape(b, heads, -1).sum(axis=2) for name, x in counts.items()}
+  traffic = add(state.traffic, **counts)
   return selection, cache.replace(store_state=cache.store_state.replace(traffic=traffic))
 
 
@@ -162,7 +164,7 @@ def seal(
   tiered = tuple(tuple(h for h in range(heads) if h not in of_layer) for of_layer in stay)
   layers = [_layer(cache, row, tiered[row], width) for row in range(rows)]
   tables, pools = zip(*layers, strict=True)
-  state = TieredState(tables, pools, no_traffic(b), tiered, width)
+  state = TieredState(tables, pools, no_traffic(b, heads), tiered, width)
   return cache.replace(pools=None, store_state=state)
 
 
@@ -269,4 +271,5 @@ HEAD_TIERED = WHOLE_PAGE._replace(
   release=resident.release,
   seal=seal,
   insert=insert,
+  splits_heads=False,  # which heads stay is static, and differs from head to head
 )

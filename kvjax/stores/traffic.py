@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Traffic(NamedTuple):
-  """Sums over decode steps, over layers and KV heads, u32[B] each (they wrap around).
+  """Sums over decode steps and layers, u32[B, K] each (they wrap around).
 
   Attributes:
     selected: tokens that were selected.
@@ -27,19 +27,17 @@ class Traffic(NamedTuple):
   pages_hit: jax.Array
 
 
-def no_traffic(batch: int) -> Traffic:
+def no_traffic(batch: int, heads: int) -> Traffic:
   """Nothing yet."""
-  return Traffic(*(jnp.zeros(batch, jnp.uint32) for _ in Traffic._fields))
+  return Traffic(*(jnp.zeros((batch, heads), jnp.uint32) for _ in Traffic._fields))
 
 
 def add(traffic: Traffic, **counts: jax.Array) -> Traffic:
-  """With counts i32[B] or [B, K] of one layer; those not named are zero."""
+  """With counts i32[B, K] of one layer; those not named are zero."""
 
   def plus(name, total):
     count = counts.get(name)
-    if count is None:
-      return total
-    return total + count.reshape(count.shape[0], -1).sum(axis=1).astype(jnp.uint32)
+    return total if count is None else total + count.astype(jnp.uint32)
 
   return Traffic(*(plus(name, total) for name, total in traffic._asdict().items()))
 
@@ -51,7 +49,7 @@ def totals(cache: Any) -> dict[str, int] | None:
     cache: `KVCache` after decode steps; None if it was not kept.
 
   Returns:
-    The fields of `Traffic` over all rows, and `moved_bytes`.
+    The fields of `Traffic` over all rows and heads, and `moved_bytes`.
   """
   if cache is None or cache.host is None:
     return None

@@ -62,10 +62,9 @@ def fetch(
   # What is written to the host later must wait for this, or XLA copies the pool for it.
   area, on_host = jax.lax.optimization_barrier((area, cache.host))
   cache = cache.replace(host=on_host)
-  pages = wanted.sum(axis=(1, 2))
-  traffic = add(
-    state.traffic, selected=selected_tokens(selection, c), moved=pages * c, pages_used=pages
-  )
+  pages = wanted.sum(axis=2)
+  selected = selected_tokens(selection, heads, c)
+  traffic = add(state.traffic, selected=selected, moved=pages * c, pages_used=pages)
   return selection, cache.replace(store_state=_with_area(state, row, area).replace(traffic=traffic))
 
 
@@ -96,7 +95,7 @@ def seal(
   areas = tuple(
     Pools(*(jnp.zeros(shape, cache.pools.keys.dtype) for _ in range(2))) for _ in range(AREAS)
   )
-  return cache.replace(pools=None, store_state=StagedState(areas, no_traffic(b)))
+  return cache.replace(pools=None, store_state=StagedState(areas, no_traffic(b, heads)))
 
 
 def host_page_size(cache: KVCache) -> int:
@@ -118,10 +117,11 @@ def wanted_pages(selection: Selection, heads: int, pages: int, page_size: int) -
   return wanted.at[at].set(True, mode="drop")
 
 
-def selected_tokens(selection: Selection, page_size: int) -> jax.Array:
-  """i32[B]: slots that count; a page of which no slot is named counts with all of them."""
+def selected_tokens(selection: Selection, heads: int, page_size: int) -> jax.Array:
+  """i32[B, K]: slots that count; a page of which no slot is named counts with all of them."""
   whole = selection.slots is None and selection.mask.shape[-1] == 1
-  return selection.mask.sum(axis=(1, 2, 3)) * (page_size if whole else 1)
+  counts = selection.mask.reshape(selection.mask.shape[0], heads, -1).sum(axis=2)
+  return counts * (page_size if whole else 1)
 
 
 def _places(cache: KVCache) -> jax.Array:

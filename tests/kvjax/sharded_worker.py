@@ -113,6 +113,16 @@ ALONE |= {
   "rows-only": Case((4, 1), QUEST, llama, compiled=True),
   "more-rows": Case((4, 2), COMPACT, llama),
 }
+# Stores with a host tier: lists of the heads and rows of a device, in a pool of its own.
+ON_HOST = {
+  "op_block:strict=True:slack=1.5": ("flexicache", (2, 2), llama),
+  "token_slots:strict=True": ("omnikv", (4, 1), deeper),
+  "whole_page": ("quest", (2, 2), llama),
+}
+ALONE |= {
+  f"host-{store}": Case(mesh, matrix.Entry(policy, "harsh", store), model)
+  for store, (policy, mesh, model) in ON_HOST.items()
+}
 # Two processes of two devices each: the first axis runs between them, or the second does.
 TOGETHER = {
   f"rows-apart-{entry}": Case((2, 2), entry, llama, compiled=entry == QUEST) for entry in FIRST
@@ -130,7 +140,7 @@ def run(case: Case) -> dict[str, Any]:
   generate(many, placed, SHORT, max_new_tokens=3, sampling=case.sampling)
   with Compilations() as compilations:
     cache, tokens = _generate(many, placed, case.sampling)
-  held = [leaf.addressable_shards for leaf in jax.tree.leaves(cache)]
+  held = [leaf.addressable_shards for leaf in jax.tree.leaves(cache.replace(host=None))]
   result = {
     "tokens": [_tokens_of_one(case._replace(mesh=(1, 1), compiled=False)), tokens],
     "recompiled": compilations.names,

@@ -195,7 +195,9 @@ def run(store, name, **options):
   model, params = matrix.tiny_model(SHAPE)
   runner = prepare(model, policy, store, config, chunk_tokens=64)
   done = generate(runner, params, PROMPTS, max_new_tokens=MANY)
-  moved = [] if done.cache.host is None else np.asarray(done.cache.store_state.traffic.moved)
+  moved = (
+    [] if done.cache.host is None else np.asarray(done.cache.store_state.traffic.moved).sum(axis=1)
+  )
   return done.tokens, [*map(int, moved)]
 
 

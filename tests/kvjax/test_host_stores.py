@@ -164,19 +164,25 @@ def test_device_bytes_are_the_budget_and_the_slack():
   assert kept.keys_values == layer + 2 * lists * (1152 + PAGE) * token
 
 
-def test_a_selection_too_large_for_the_device_is_told_and_changes_nothing():
-  runner = _runner("infinigen", "gentle", "op_block")
-  cache = prefill(runner, PARAMS, PROMPTS)[1]
-  state = cache.store_state
-  blocks, small = state.blocks, state.replace(settings=state.settings._replace(width=1))
+@pytest.mark.parametrize("store", ["op_block", "token_slots"])
+def test_a_selection_too_large_for_the_device_is_told_and_changes_nothing(store):
+  """The store believes in half of the budget. Blocks are shared, so that all rows hear of it; slots
+  are not, and the last row has a token only."""
+  policy = make_policy("omnikv", **matrix.SETTINGS["omnikv"]["harsh"])._replace(budget_tokens=PAGE)
+  config = CacheConfig(len(LENGTHS), matrix.CAPACITY, PAGE)
+  model, params = matrix.tiny_model(SHAPE, 2)
+  runner = prepare(model, policy, store, config, chunk_tokens=64)
+  cache = prefill(runner, params, PROMPTS)[1]
+  name = "blocks" if store == "op_block" else "slots"
+  before = jax.device_get(getattr(cache.store_state, name))
   tokens = np.array([row[n] for row, n in zip(ROWS, LENGTHS, strict=True)], np.int32)
-  step = jax.jit(steps.decode_step.__wrapped__, static_argnums=0)
-  after = step(runner, PARAMS, cache.replace(store_state=small), tokens)[1]
-  assert (np.asarray(after.overflow) & TOO_SMALL).all()
-  for old, new in zip(blocks, after.store_state.blocks, strict=True):
-    np.testing.assert_array_equal(old.tokens, new.tokens)
-    np.testing.assert_array_equal(old.owner, new.owner)
-  with pytest.raises(RuntimeError, match=r"too few blocks on the device.*slack"):
+  after = steps.decode_step(runner, params, cache, tokens)[1]
+  small = (np.asarray(after.overflow) & TOO_SMALL) > 0
+  assert small.tolist() == [True, True, True, store == "op_block"]
+  lists = slice(None) if store == "op_block" else slice(3 * SHAPE.kv_heads)
+  for old, new in zip(before, getattr(after.store_state, name), strict=True):
+    np.testing.assert_array_equal(old.tokens[lists], new.tokens[lists])
+  with pytest.raises(RuntimeError, match=r"too little room on the device.*slack"):
     check_overflow(runner, after)
 
 
@@ -194,6 +200,7 @@ def test_host_pools_lie_on_the_host_and_nothing_of_them_on_the_device():
   [
     ("op_block:rho=0", "store 'op_block:rho=0': rho 0 is not in"),
     ("op_block:rho=1.5", "rho 1.5 is not in"),
+    ("op_block:page_size=8", "store 'op_block' has no option page_size; it has rho, recheck"),
     ("op_block:slack=0.9", "slack 0.9 must be at least 1"),
     ("op_block:eviction=mru", "unknown eviction 'mru'; expected one of fifo, lru, s3fifo"),
     ("op_block:filling=all", "unknown filling 'all'"),
@@ -226,10 +233,29 @@ def test_a_host_pool_beyond_what_can_be_pinned(monkeypatch):
     host.check_fits(2**32, "gpu")
 
 
-def test_a_mesh_is_refused():
-  mesh = jax.sharding.AbstractMesh((1, 1), ("data", "model"))
-  with pytest.raises(ValueError, match="'whole_page' runs on one device"):
+def test_devices_share_the_memory_that_can_be_pinned(monkeypatch):
+  """Each of two devices has half of the rows, and both lie in the memory of one machine."""
+  needed = _prepare("quest", "harsh", "whole_page").prefill_bytes.host
+  mesh = jax.sharding.AbstractMesh((2, 1), ("data", "model"))
+  monkeypatch.setattr(host, "limit_bytes", lambda backend: needed)
+  assert _prepare("quest", "harsh", "whole_page", mesh=mesh).prefill_bytes.host * 2 == needed
+  monkeypatch.setattr(host, "limit_bytes", lambda backend: needed - 1)
+  with pytest.raises(host.HostPoolsTooLarge, match=f"need {needed} bytes"):
     _prepare("quest", "harsh", "whole_page", mesh=mesh)
+
+
+def test_heads_that_are_placed_one_by_one_are_not_split():
+  mesh = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
+  with pytest.raises(ValueError, match=r"'head_tiered' places each head .* splits rows only"):
+    _prepare("flexicache", "harsh", "head_tiered", mesh=mesh)
+
+
+def test_a_policy_that_selects_in_no_layer_has_nothing_on_the_host():
+  config = CacheConfig(2, matrix.CAPACITY, PAGE)
+  policy = make_policy("infinigen", budget_tokens=32)  # whose first two layers are dense
+  with pytest.raises(ValueError, match=r"'infinigen' selects in none of 2; .*fewer dense") as error:
+    prepare(matrix.tiny_model(SHAPE, 2)[0], policy, "op_block", config)
+  assert "\n" not in str(error.value)
 
 
 def test_two_requests_after_each_other_share_nothing():

@@ -28,9 +28,7 @@ from tests.kvjax.sharded_worker import ALONE, LONG, TOGETHER, llama
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = llama()[0]
 HARSH = [
-  entry
-  for entry in matrix.entries()
-  if entry.setting == "harsh" and entry.store not in matrix.HOST  # a host tier is for one device
+  entry for entry in matrix.entries() if entry.setting == "harsh" and entry.store not in matrix.HOST
 ]
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # to compile
 

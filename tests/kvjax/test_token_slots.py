@@ -85,6 +85,15 @@ def test_a_token_that_stays_wanted_is_passed_over():
   assert _held(slots)[0][0] == 0
 
 
+def test_a_list_that_selects_more_than_it_has_slots_keeps_what_it_has():
+  slots = _fill(_empty(), _mask([{1, 2}, {3}, {4}])).slots
+  step = _fill(slots, _mask([set(range(WIDTH + 1)), {3, 5}, set(range(WIDTH))]))
+  assert step.too_small.tolist() == [True, False, False]
+  assert step.moved.tolist() == [0, 1, WIDTH - 1]
+  assert step.slots.tokens[0].tolist() == slots.tokens[0].tolist()
+  assert step.slots.hand[0] == slots.hand[0]
+
+
 @pytest.mark.parametrize("size", [0, WIDTH])
 def test_nothing_and_all(size):
   step = _fill(_empty(), _mask([set(range(size))] * LISTS))
