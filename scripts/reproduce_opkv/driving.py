@@ -8,7 +8,7 @@ changes what the model computes, and with it slightly what is selected later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from eval.results import Row, recall_fields
-from kvjax import CacheConfig, ModelConfig, Runner, decode_step, prepare
+from kvjax import CacheConfig, KVCache, ModelConfig, Runner, decode_step, prepare
 from kvjax.engine.steps import empty_cache, sealed
 from kvjax.stores.traffic import Traffic, totals
 from kvjax.types import SELECT, LayerPlan, Model, Selection
@@ -37,12 +37,21 @@ def drive(followed: Followed, store: str, page_size: int) -> Counts:
     ValueError: the policy cannot run on the store, the store has no host tier, its options are not
       legal, or its pool is too small for what was selected.
   """
+  counts = np.zeros((len(Traffic._fields), *followed.selected.shape[:2]), np.int64)
+  for row, step, cache in driven(followed, store, page_size):
+    counted = totals(cache) or {}
+    counts[:, step, row] = [counted[name] for name in Traffic._fields]
+  counts = np.diff(counts, axis=1, prepend=0)
+  return dict(zip(Traffic._fields, counts, strict=True))
+
+
+def driven(followed: Followed, store: str, page_size: int) -> Iterator[tuple[int, int, KVCache]]:
+  """Layer, step, and the cache after it, of which the next step makes its own; else as `drive`."""
   width = int(followed.selected.sum(axis=-1).max())
   runner = _runner(followed, store, page_size, width)
   if not runner.store.on_host:
     raise ValueError(f"store {store!r} has no host tier; take whole_page, prefetch_all or op_block")
   steps, rows = followed.selected.shape[:2]
-  counts = np.zeros((len(Traffic._fields), steps, rows), np.int64)
   for row in tqdm(range(rows), desc=store, leave=False):
     cache = empty_cache(runner)
     where = cache.lengths.sharding
@@ -53,15 +62,12 @@ def drive(followed: Followed, store: str, page_size: int) -> Counts:
       selection = _selection(followed.selected[step, row], page_size, width, where)
       cache = cache.replace(policy_state=selection)
       _, cache = decode_step(runner, (), cache, token)
-      counted = totals(cache) or {}
-      counts[:, step, row] = [counted[name] for name in Traffic._fields]
+      yield row, step, cache
     if np.asarray(cache.overflow).any():
       raise ValueError(
         f"store {store!r} cannot hold what {followed.policy.name} selects in layer "
         f"{followed.layers[row]}; raise its option slack"
       )
-  counts = np.diff(counts, axis=1, prepend=0)
-  return dict(zip(Traffic._fields, counts, strict=True))
 
 
 def moves(counts: Counts, followed: Followed) -> Row:

@@ -20,6 +20,7 @@ from models import Loaded, load
 from scripts.profile_policy import passage
 from scripts.reproduce_opkv import (
   ablation,
+  demotion,
   eviction,
   io_amplification,
   recall_share,
@@ -42,6 +43,7 @@ ITEMS: dict[str, Item] = {
   "sensitivity": sensitivity.ITEM,
   "eviction": eviction.ITEM,
   "ablation": ablation.ITEM,
+  "demotion": demotion.ITEM,
 }
 STORES = ("whole_page", "prefetch_all", "op_block", "op_block:filling=refill")
 

@@ -7,13 +7,15 @@ the device and on the host can be looked at after each step.
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheConfig, ModelConfig, prepare
+from kvjax import CacheConfig, ModelConfig, Sampling, prepare
+from kvjax.engine import slots, steps
 from kvjax.engine.batching import JaxBackend
 from kvjax.engine.clock import VirtualClock
 from kvjax.engine.requests import Outcome, Request
@@ -111,12 +113,16 @@ def check(backend: JaxBackend, colors: dict[int, int]) -> None:
     assert (newest[rows, :, slots] == of_page + shift).all()
 
 
+@cache
+def runner_of_names():
+  config = CacheConfig(SLOTS, CAPACITY, PAGE)
+  store = "op_block:strict=True:slack=1.0"
+  return prepare(model_of_names(), selecting(), store, config, chunk_tokens=64)
+
+
 @pytest.mark.usefixtures("fully_optimized")
 def test_ten_thousand_steps():
-  spec = "op_block:strict=True:slack=1.0"
-  config = CacheConfig(SLOTS, CAPACITY, PAGE)
-  runner = prepare(model_of_names(), selecting(), spec, config, chunk_tokens=64)
-  backend = JaxBackend(runner, jnp.zeros(1))
+  backend = JaxBackend(runner_of_names(), jnp.zeros(1))
   backend.cache = matrix.filled_cache(backend.cache, np.nan)
   server = Server(backend, VirtualClock(), queue_limit=4)
   rng, ended = random.Random(3), []
@@ -143,3 +149,54 @@ def test_ten_thousand_steps():
   while server.busy:
     server.cancel(next(iter(server._live)))
   check(backend, {})
+
+
+def started(*lengths: int) -> JaxBackend:
+  """A request in each slot; its color is the slot's number and one."""
+  backend = JaxBackend(runner_of_names(), jnp.zeros(1))
+  for slot, length in enumerate(lengths):
+    backend.start(slot, Request(slot, (slot + 1,) * length, 30))
+  return backend
+
+
+def stepped(backend: JaxBackend, colors: dict[int, int]):
+  """One token of each, which is its color again."""
+  made = backend.step(colors)
+  assert made.tokens == colors
+  return made
+
+
+@pytest.mark.usefixtures("fully_optimized")
+def test_a_request_that_ends_while_its_recall_is_under_way():
+  """Nobody waits for the step that brings its tokens back; its blocks are free for who comes."""
+  backend, colors = started(50, 40, 30), {0: 1, 1: 2, 2: 3}
+  for _ in range(9):
+    stepped(backend, colors)
+  newest, everyone = np.array([1, 2, 3], np.int32), np.ones(SLOTS, bool)
+  args = backend._params, backend.cache, newest, backend._keys[SLOTS], everyone
+  _, under_way = steps.next_token(runner_of_names(), Sampling(), *args)
+  backend.cache = slots.release(runner_of_names(), under_way, np.arange(SLOTS) == 0)
+  del colors[0]
+  check(backend, colors)
+  stepped(backend, colors)
+  backend.start(0, Request(9, (9,) * 60, 30))
+  for _ in range(9):
+    stepped(backend, colors | {0: 9})
+    check(backend, colors | {0: 9})
+
+
+@pytest.mark.usefixtures("fully_optimized")
+def test_a_row_that_fills_its_part_of_the_host_ends_alone():
+  backend, colors = started(CAPACITY - 1, 40, 30), {0: 1, 1: 2, 2: 3}
+  assert not stepped(backend, colors).lost
+  table = np.asarray(backend.cache.table)[:, 0]
+  full = [np.array(pool)[table] for pool in backend.cache.host]
+  made = backend.step(colors)
+  assert list(made.lost) == [0] and "outgrew the cache" in made.lost[0]
+  for pool, before in zip(backend.cache.host, full, strict=True):
+    np.testing.assert_array_equal(np.asarray(pool)[table], before)
+  backend.stop(0)
+  del colors[0]
+  check(backend, colors)
+  assert not stepped(backend, colors).lost
+  check(backend, colors)
