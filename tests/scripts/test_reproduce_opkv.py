@@ -18,7 +18,14 @@ from eval.tables import table
 from kvjax import CacheConfig
 from models import load
 from scripts.profile_policy import passage
-from scripts.reproduce_opkv import eviction, io_amplification, reuse, sensitivity, spread
+from scripts.reproduce_opkv import (
+  demotion,
+  eviction,
+  io_amplification,
+  reuse,
+  sensitivity,
+  spread,
+)
 from scripts.reproduce_opkv.case import Case
 from scripts.reproduce_opkv.driving import drive
 from scripts.reproduce_opkv.following import follow
@@ -128,6 +135,25 @@ def test_reuse_by_hand():
   np.testing.assert_array_equal(reuse.reused(selected, 1), [[2, 1], [2, 0], [2, 1]])
   np.testing.assert_array_equal(reuse.reused(selected, 2), [[2, 1], [2, 2]])
   assert reuse.reused(selected, 8).shape == (0, 2)
+
+
+def test_demotion_by_hand():
+  """Pages of 4, so that a block comes back where 3 of its tokens are missing."""
+  first = np.array([[0, 1, 2, 3, 4], [1, 1, 2, 3, 4], [0, 3, 4, 5, 6]])  # list, then tokens
+  missing = np.array([[0, 1, 2, 3, 5], [0, 6, 7, -1, -1]])
+  # The first block has 1, 2, 3; the third 3, 5, 6, of which 3 is taken. The second is another list.
+  taken, covered = demotion.came_back(first, missing, 3)
+  assert taken.tolist() == [True, False, False] and covered == 3
+  none = np.zeros((0, 5), int)
+  found = [demotion.Change(0, none, first, 4), demotion.Change(0, missing, none, 4)]
+  row = demotion.count(found, 4, None)
+  assert row["demoted_per_step"] == 1.5 and row["back_per_step"] == 0.5
+  assert row["copies_ratio"] == (6 - 3 + 1) / 6
+  assert row["recalled_ratio"] == (6 - 3 + 4) / 6
+  assert row["moved_ratio"] == (6 - 3 + 4 + 3 * 4) / 6
+  assert demotion.count(found, 4, 0.25)["back_per_step"] == 0  # the newest of the three only
+  other = found[1]._replace(row=1)
+  assert demotion.count([found[0], other], 4, None)["back_per_step"] == 0  # of another layer
 
 
 def test_what_is_strewn_at_random():
