@@ -145,13 +145,13 @@ def test_demotion_by_hand():
   taken, covered = demotion.came_back(first, missing, 3)
   assert taken.tolist() == [True, False, False] and covered == 3
   none = np.zeros((0, 5), int)
-  found = [demotion.Change(0, none, first, 4), demotion.Change(0, missing, none, 4)]
+  found = [demotion.Change(0, none, first[[0, 2, 1]], 4), demotion.Change(0, missing, none, 4)]
   row = demotion.count(found, 4, None)
   assert row["demoted_per_step"] == 1.5 and row["back_per_step"] == 0.5
   assert row["copies_ratio"] == (6 - 3 + 1) / 6
   assert row["recalled_ratio"] == (6 - 3 + 4) / 6
   assert row["moved_ratio"] == (6 - 3 + 4 + 3 * 4) / 6
-  assert demotion.count(found, 4, 0.25)["back_per_step"] == 0  # the newest of the three only
+  assert demotion.count(found, 4, 0.25)["back_per_step"] == 0  # the newest only
   other = found[1]._replace(row=1)
   assert demotion.count([found[0], other], 4, None)["back_per_step"] == 0  # of another layer
 
