@@ -156,7 +156,7 @@ def test_the_kept_profiles():
     make_policy(policies[method], profile=profile)
   heads = {path.stem.rpartition("-heads-")[::2] for path in (ROOT / "profiles").glob("*.json")}
   assert heads == {
-    *(("small-llama", pages) for pages in ("8", "16")),
+    *((name, pages) for name in small for pages in ("8", "16")),
     *((SMOLLM2_NAME, pages) for pages in ("64", "128")),
   }
   for name, pages in heads:
@@ -166,7 +166,8 @@ def test_the_kept_profiles():
     assert profile.model == name and len(unstable) == round(scores.size / 4)
     mask = np.zeros(scores.shape, bool)
     mask[tuple(unstable.T)] = True
-    assert scores[mask].mean() > scores[~mask].mean() + 0.1
+    least = 0.08 if name == "small-opt" else 0.1  # whose heads differ less
+    assert scores[mask].mean() > scores[~mask].mean() + least
 
 
 def _refused(call, message):
