@@ -10,7 +10,34 @@ import numpy as np
 from eval.results import Row, device_kind, make_row
 from kvjax.config import ModelConfig
 from kvjax.profiling import head_stability
+from kvjax.sim import Machine
 from scripts.page_traces import Trace
+
+
+class Serving(NamedTuple):
+  """Requests to a machine that is simulated.
+
+  Attributes:
+    machine: from `kvjax.sim.hardware`.
+    slots: requests that are decoded at once.
+    requests: how many there are.
+    prompt_tokens: least and most of a prompt, each number as likely as the others.
+    output_lengths: of answers, where all requests have the same.
+    output_tokens: least and most of an answer, where they differ.
+    rates: requests that arrive in a second (a Poisson process).
+    promoted_ratio: of a stable head's budget, what a ranking brings from the host.
+    seed: of lengths and arrivals.
+  """
+
+  machine: Machine
+  slots: int
+  requests: int
+  prompt_tokens: tuple[int, int]
+  output_lengths: tuple[int, ...]
+  output_tokens: tuple[int, int]
+  rates: tuple[float, ...]
+  promoted_ratio: float
+  seed: int
 
 
 class Case(NamedTuple):
@@ -26,6 +53,8 @@ class Case(NamedTuple):
     period: steps between two rankings of the others.
     store: where KV lives, of `memory`.
     contexts: tokens of a row, of `memory`.
+    serving: requests, of `throughput` and `online`.
+    answered: rows of `eval.run_*`, of `accuracy`.
   """
 
   model: str
@@ -37,6 +66,8 @@ class Case(NamedTuple):
   period: int
   store: str
   contexts: tuple[int, ...]
+  serving: Serving | None = None
+  answered: tuple[Row, ...] = ()
 
   @property
   def num_heads(self) -> int:

@@ -16,7 +16,18 @@ from scripts import page_traces
 from scripts.page_texts import Passage, read_passages
 from scripts.page_traces import Trace
 from scripts.profile_heads import budgets_in_pages, check_lengths
-from scripts.reproduce_flexicache import importance, memory, overlap, promoted, rco, rerank
+from scripts.reproduce_flexicache import (
+  accuracy,
+  importance,
+  memory,
+  online,
+  overlap,
+  promoted,
+  rco,
+  rerank,
+  serving_flags,
+  throughput,
+)
 from scripts.reproduce_flexicache.case import Case
 from scripts.reproducing import SMALL_MODEL, Item, Paper, Started
 
@@ -29,8 +40,11 @@ ITEMS: dict[str, Item] = {
   "importance": importance.ITEM,
   "rerank": rerank.ITEM,
   "memory": memory.ITEM,
+  "accuracy": accuracy.ITEM,
+  "throughput": throughput.ITEM,
+  "online": online.ITEM,
 }
-SHAPE_ONLY = ("memory",)  # items that read no text
+SHAPE_ONLY = ("memory", "throughput", "online")  # items that read no text
 
 
 class Size(NamedTuple):
@@ -52,10 +66,11 @@ COUNTED = Size(
   ("4096", "8192", "12288", "16384", "20000", "32768", "65536", "131072"),
 )
 SMALL = Size(str(SMALL_MODEL), ("128",), 900, 48, ("1024", "2048", "4096"))
+SERVED = ("throughput", "online")  # items that are simulated, so that size costs nothing
 
 
 def define_flags() -> None:
-  """--budget_tokens, --text_files, --traces, --fraction, --period, --store and --contexts."""
+  """Of texts, lists, memory, answers and requests."""
   flags.DEFINE_list("budget_tokens", None, "flexicache: tokens that a head attends to.")
   flags.DEFINE_list(
     "text_files", ["king_james", "records"], "flexicache: texts, see scripts.profile_heads."
@@ -73,6 +88,8 @@ def define_flags() -> None:
   flags.DEFINE_integer("period", 16, "flexicache: steps between two rankings.", lower_bound=1)
   flags.DEFINE_string("store", "head_tiered", "flexicache, memory: where keys and values live.")
   flags.DEFINE_list("contexts", None, "flexicache, memory: tokens of a row.")
+  accuracy.define_flags()
+  serving_flags.define_flags()
 
 
 def start(args: flags.FlagValues, name: str) -> Started:
@@ -81,15 +98,18 @@ def start(args: flags.FlagValues, name: str) -> Started:
   Raises:
     ValueError: a flag that is not legal, or a text that the model cannot read.
   """
-  size = SMALL if args.small else COUNTED if name in SHAPE_ONLY else READ
+  small = args.small and name not in SERVED
+  size = SMALL if small else COUNTED if name in SHAPE_ONLY else READ
   asked = size.budget_tokens if args.budget_tokens is None else args.budget_tokens
   budgets = budgets_in_pages(asked, args.page_size)
   source = args.model if args["model"].present else size.model
   title = f"FlexiCache, {name}: {{}}, budget {' and '.join(asked)} tokens"
   if name in SHAPE_ONLY:
     return _counted(args, name, source, budgets, size, title)
-  steps = args.output_tokens or size.output_tokens
+  if name == "accuracy":
+    return accuracy.start(args, None if args.runs else load(source), budgets)
   loaded = load(source)
+  steps = args.output_tokens or size.output_tokens
   if args.traces is None:
     lengths = [args.prompt_tokens or size.prompt_tokens]
     check_lengths(budgets, args.page_size, lengths, steps, args.period)
@@ -112,15 +132,22 @@ def start(args: flags.FlagValues, name: str) -> Started:
 def _counted(args, name: str, source: str, budgets, size: Size, title: str) -> Started:
   """Of a shape alone."""
   model, _ = abstract(source)
-  texts = size.contexts if args.contexts is None else args.contexts
-  contexts = cli.positive_ints("contexts", texts)
-  make_store(args.store)
   shape = source.removeprefix("random:").rstrip("/").rpartition("/")[2]
-  print(
-    f"model   the shape of {shape}\nstore   {args.store}\ncontexts {', '.join(texts)} tokens",
-    flush=True,
-  )
-  case = _case(args, shape, model.config, (), budgets, contexts)
+  contexts, serving = (), None
+  if name == "memory":
+    texts = size.contexts if args.contexts is None else args.contexts
+    contexts = cli.positive_ints("contexts", texts)
+    make_store(args.store)
+    said = f"store   {args.store}\ncontexts {', '.join(texts)} tokens"
+  else:
+    serving = serving_flags.serving(args)
+    least, most = serving.prompt_tokens
+    said = (
+      f"machine {serving.machine.name}, simulated\n"
+      f"requests {serving.requests}, prompts of {least:,} to {most:,} tokens"
+    )
+  print(f"model   the shape of {shape}\n{said}", flush=True)
+  case = _case(args, shape, model.config, (), budgets, contexts)._replace(serving=serving)
   return Started(None, {}, title.format(shape), lambda: ITEMS[name].run(case))
 
 

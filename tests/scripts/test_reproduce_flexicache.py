@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.results import append_row, read_rows
+from eval.results import append_row, make_row, read_rows
 from eval.tables import table
 from kvjax.config import ModelConfig
 from kvjax.profiling import load_heads
+from kvjax.sim import machine
 from models import load
 from scripts import page_traces
 from scripts.page_traces import Trace
 from scripts.reproduce_flexicache import importance, memory, promoted, replay, rerank
-from scripts.reproduce_flexicache.case import Case
+from scripts.reproduce_flexicache.case import Case, Serving
 from scripts.reproduce_flexicache.starting import ITEMS, SHAPE_ONLY, kept_traces
 from scripts.reproducing import SMALL_MODEL
 
@@ -54,7 +55,18 @@ def _trace(name, seed):
 @pytest.fixture(scope="module")
 def case():
   traces = _trace("book", 0), _trace("talk", 1), _trace("book", 2)
-  return Case("made-up", CONFIG, traces, (PAGES,), 16, 0.25, 5, "whole_page", (200, 1000))
+  serving = Serving(machine("l40"), 4, 6, (300, 900), (3, 20), (3, 20), (2.0, 9.0), 0.3, 0)
+  shared = {"task": "a", "metric": "f1", "num_examples": 1, "dense_score": 0.5}
+  answered = (
+    make_row(policy="dense", score=0.5, retention=1.0, **shared),
+    make_row(
+      **{"policy": "quest", "budget_tokens": 96, "store": "resident"},
+      **{"score": 0.4, "retention": 0.8, "recall_bytes_per_step": 1e6},
+      **shared,
+    ),
+  )
+  sizes = (PAGES,), 16, 0.25, 5, "whole_page", (200, 1000)
+  return Case("made-up", CONFIG, traces, *sizes, serving, answered)
 
 
 @pytest.mark.parametrize("name", ITEMS)
