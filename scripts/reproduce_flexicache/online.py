@@ -118,7 +118,7 @@ def compare(rows: Sequence[Row]) -> list[Comparison]:
         f"{1e3 * row['reload_s_p50']:.1f} ms (p99 {1e3 * row['reload_s_p99']:.1f})"
         for row in waiting
       ),
-      "a row is ranked in every 16th step, and its pages come in about one step's time",
+      "one step after each ranking, as pages come within a step; the paper counts rows, not steps",
     ),
     Comparison(
       "-",
@@ -130,7 +130,8 @@ def compare(rows: Sequence[Row]) -> list[Comparison]:
         for row in here
         if row["waiting"] is not None
       ),
-      "the p99 holds the prompts of others, which are read in between",
+      "a row that sits out waits for a whole step, however soon its pages are there; at high rates "
+      "the p99 is the prompts of others, which are read in between",
     ),
   ]
 

@@ -96,12 +96,14 @@ class Counts(NamedTuple):
 
   Attributes:
     missed: f64[L, K], attention on what is left out, the mean over steps.
+    agreement: f64[L, K], pages of a fresh list that are attended to, of K, the mean over steps.
     promoted: f64[L, K], pages brought to the device in a step, of K, if what is not attended to is
       away; not those that are born.
     ranked: bool[S, L, K].
   """
 
   missed: np.ndarray
+  agreement: np.ndarray
   promoted: np.ndarray
   ranked: np.ndarray
 
@@ -110,9 +112,10 @@ def count(trace: Trace, pages: int, replay: Replay) -> Counts:
   """Counts a replay of K pages; its first step moves nothing, as it follows the prompt."""
   used = replay.used
   missed = 1 - on(trace.mass, used).mean(axis=0)
+  agreement = (used & trace.chosen[pages]).sum(axis=-1).mean(axis=0) / pages
   there = np.arange(used.shape[-1]) < trace.pages[:-1, None, None, None]
   promoted = (used[1:] & ~used[:-1] & there).sum(axis=-1) / pages
-  return Counts(missed, promoted.sum(axis=0) / len(used), replay.ranked)
+  return Counts(missed, agreement, promoted.sum(axis=0) / len(used), replay.ranked)
 
 
 def on(shares: np.ndarray, pages: np.ndarray) -> np.ndarray:

@@ -37,8 +37,8 @@ PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 KEPT = (("small-llama-heads-8", 8), ("smollm2-135m-heads-64", 64))  # profiles, and their K
 COLUMNS = (
   *("budget_tokens", "rule", "by", "fraction", "period", "missed_mass", "missed_ratio"),
-  *("stale_loss_ratio", "promoted_ratio", "rankings_per_step", "layers_ranked_ratio"),
-  *("device_pages_ratio", "read_pages_ratio"),
+  *("stale_loss_ratio", "agreement_ratio", "promoted_ratio", "rankings_per_step"),
+  *("layers_ranked_ratio", "device_pages_ratio", "read_pages_ratio"),
 )
 
 
@@ -117,6 +117,7 @@ def _mixed(
   return {
     "missed_ratio": missed.mean(),
     "stale_loss_ratio": (missed - always.missed).mean(),
+    "agreement_ratio": np.where(unstable, always.agreement, counts.agreement).mean(),
     "promoted_ratio": np.where(unstable, 0, counts.promoted).mean(),
     "rankings_per_step": ranked.mean(),
     "layers_ranked_ratio": ranked.any(axis=2).mean(),
@@ -228,7 +229,8 @@ def _at(row: Row) -> str:
 
 def _costs(row: Row) -> str:
   return (
-    f"{row['stale_loss_ratio']:.4f} lost, {row['promoted_ratio']:.3f} of K moved and "
+    f"{row['stale_loss_ratio']:.4f} lost, {row['agreement_ratio']:.2f} of a fresh list used, "
+    f"{row['promoted_ratio']:.3f} of K moved and "
     f"{row['rankings_per_step']:.2f} rankings a step, {row['device_pages_ratio']:.2f} of the pages "
     "on the device"
   )

@@ -166,6 +166,9 @@ def test_a_rule_is_played_by_hand(case, options):
     mass = trace.mass[:, layer, head].astype(float)
     on = [sum(mass[step, [*pages]]) for step, pages in enumerate(used)]
     assert counts.missed[layer, head] == pytest.approx(1 - np.mean(on), abs=1e-9)
+    chosen = trace.chosen[PAGES][:, layer, head]
+    same = [len(pages & {*np.flatnonzero(one)}) for pages, one in zip(used, chosen, strict=True)]
+    assert counts.agreement[layer, head] == pytest.approx(np.mean(same) / PAGES)
     pairs = enumerate(itertools.pairwise(used))
     moved = [
       len({page for page in new - old if page < trace.pages[at]}) for at, (old, new) in pairs
@@ -187,12 +190,15 @@ def test_the_ends_of_the_sweep(case):
     if fraction == 1 or period == 1:
       assert row["stale_loss_ratio"] == pytest.approx(0, abs=1e-9)
       assert row["rankings_per_step"] == row["layers_ranked_ratio"] == 1
+      assert row["agreement_ratio"] == 1
     if fraction == 1:
       assert row["promoted_ratio"] == 0 and row["device_pages_ratio"] == 1
     ranked = len({1, *range(period, STEPS + 1, period)}) / STEPS
     assert row["rankings_per_step"] == pytest.approx(unstable + (1 - unstable) * ranked)
     device = unstable + (1 - unstable) * (PAGES + 1) / there
     assert row["device_pages_ratio"] == pytest.approx(device)
+  agree = [sweep[0.0, period]["agreement_ratio"] for period in (16, 4, 1)]
+  assert agree == sorted(agree) and agree[0] < 0.8
   lost = [sweep[0.0, period]["stale_loss_ratio"] for period in (1, 4, 16)]
   assert lost == sorted(lost) and lost[-1] > lost[0] + 0.02
   by = {row["by"]: row["stale_loss_ratio"] for row in rows if row["rule"] == "profile"}
