@@ -227,9 +227,14 @@ def test_retention_of_several_runs():
   }
   scores, moved = accuracy.compare(found)
   assert scores.ours == (
-    "flexicache 0.50, quest 0.50 at 1,024 tokens; flexicache 1.00, quest 0.50 at 2,048 tokens"
+    "flexicache 0.50 and 0.50, quest 0.50 and 0.50 at 1,024 tokens; "
+    "flexicache 1.00 and 1.00, quest 0.50 and 0.50 at 2,048 tokens"
   )
   assert "and 4 questions in all" in scores.reason
   assert moved.ours == "flexicache 3.00 at 1,024; flexicache 3.00 at 2,048"
+  [alone] = accuracy.compare([row for row in found if accuracy.kind(row) != "flexicache"])
+  assert alone.ours == "quest 0.50 and 0.50 at 1,024 tokens; quest 0.50 and 0.50 at 2,048 tokens"
+  uneven = [_answer("a", "quest", 64, 0.1, 0.5), _answer("b", "quest", 64, 0.3, 0.1)]
+  assert accuracy.compare(uneven)[0].ours == "quest 1.60 and 0.67 at 64 tokens"
   with pytest.raises(ValueError, match="no task has a score of dense attention and another"):
     accuracy.retained(rows[:2])
