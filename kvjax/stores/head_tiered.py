@@ -22,12 +22,14 @@ prefill only. A row whose pages are on their way sits out a step there; here the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kvjax.cache.kv_cache import TOO_SMALL, KVCache
 from kvjax.cache.paged import Pools, append_token
@@ -234,19 +236,54 @@ def _bring(
   # The page of the next token, where that is new; of a row that sits the step out nothing is.
   begins = ((starts == lengths[:, None]) & (starts > 0))[:, None]
   written = jnp.broadcast_to((starts < lengths[:, None])[:, None], table.shape)
-  lists = (x.reshape(-1, p) for x in (table, wanted[:, heads] | begins, written))
-  step = swap(*lists, null=pools.num_pages, width=state.width)
-  source = cache.table[row][:, heads].reshape(-1).at[step.source].get(mode="clip")
-  copied = recall_pages(tuple(cache.host), tuple(pools), source, step.target, step.count)
+  table, wanted = table.reshape(-1, p), (wanted[:, heads] | begins).reshape(-1, p)
+  ids = cache.table[row][:, heads].reshape(-1)
+  args = pools, cache.host, table, wanted, written.reshape(-1, p), ids
+  move = partial(_moved, width=state.width)
+  copied, table, moved, lacking = lax.platform_dependent(
+    *args, cpu=partial(moved_if_any, move), default=move
+  )
   # XLA copies a pool that is written after it was read, unless it must wait for the read.
-  copied, host = jax.lax.optimization_barrier((Pools(*copied), cache.host))
-  after = state.tables[row].at[:, heads].set(step.table.reshape(table.shape))
+  copied, host = lax.optimization_barrier((copied, cache.host))
+  after = state.tables[row].at[:, heads].set(table.reshape(b, -1, p))
   state = state.replace(
     tables=_replaced(state.tables, row, after), pools=_replaced(state.pools, row, copied)
   )
-  lacking = jnp.where(step.lacking.reshape(b, -1).any(axis=1), TOO_SMALL, 0).astype(jnp.uint32)
+  lacking = jnp.where(lacking.reshape(b, -1).any(axis=1), TOO_SMALL, 0).astype(jnp.uint32)
   cache = cache.replace(host=host, store_state=state, overflow=cache.overflow | lacking)
-  return step.moved.reshape(table.shape), cache
+  return moved.reshape(b, -1, p), cache
+
+
+def _moved(pools: Pools, host: Pools, table, wanted, written, ids, *, width: int):
+  """The pools with what is wanted, the table after it, what was copied, and `Swap.lacking`.
+
+  Args:
+    pools: of a layer.
+    host: all pages of tiered heads.
+    table: i32[X, P], of the layer's tiered lists.
+    wanted: bool[X, P].
+    written: bool[X, P].
+    ids: i32[X*P], where their pages are on the host.
+    width: W.
+  """
+  step = swap(table, wanted, written, null=pools.num_pages, width=width)
+  source = ids.at[step.source].get(mode="clip")
+  copied = recall_pages(tuple(host), tuple(pools), source, step.target, step.count)
+  return Pools(*copied), step.table, step.moved, step.lacking
+
+
+def moved_if_any(move, pools: Pools, host: Pools, table, wanted, *rest):
+  """`move` of these, without any work where all that is wanted is there. A GPU plans always, as it
+  would have to ask the host which branch to take."""
+  incoming = (wanted & (table == pools.num_pages)).any()
+  nothing = jnp.zeros_like(wanted), jnp.zeros(len(wanted), bool)
+  return lax.cond(
+    incoming,
+    lambda pools, host: move(pools, host, table, wanted, *rest),
+    lambda pools, host: (pools, table, *nothing),
+    pools,
+    host,
+  )
 
 
 def _counts(

@@ -16,6 +16,7 @@ import pytest
 from kvjax import CacheConfig, ModelConfig, generate, make_policy, prepare
 from kvjax.cache import TOO_SMALL, allocate, host
 from kvjax.cache.paged import Pools
+from kvjax.stores import head_tiered
 from kvjax.stores.head_tiered import HEAD_TIERED
 from kvjax.stores.traffic import totals
 from kvjax.types import SELECT, LayerPlan, Selection
@@ -178,6 +179,26 @@ def test_more_pages_than_slots_are_told():
   masks[..., 0] = masks[:, 2] = True
   state = step(False, state, ((jnp.zeros((B, K, D)),) * 2,) * 3, pages, masks)[1]
   assert np.asarray(state.overflow).tolist() == [0, 0, TOO_SMALL, 0]
+
+
+def test_a_step_that_wants_nothing_new_does_no_work():
+  """What would plan and copy is behind a branch; here it would leave NaN."""
+
+  def spoil(pools, host, table, wanted, *rest):
+    del host, rest
+    return jax.tree.map(lambda x: x * jnp.nan, pools), table + 1, ~wanted, ~wanted.any(axis=1)
+
+  pools = Pools(*(jnp.ones((4, C, D)) for _ in range(2)))
+  table = jnp.array([[0, 1, 4], [2, 4, 3]], jnp.int32)
+  run_it = jax.jit(partial(head_tiered.moved_if_any, spoil))
+  for page, comes in ((1, False), (2, True)):
+    wanted = jnp.zeros((2, 3), bool).at[0, page].set(True)
+    args = pools, pools, table, wanted, wanted, jnp.arange(6)
+    after, where, moved, lacking = run_it(*args)
+    assert np.isnan(after.keys).all() == np.isnan(after.values).all() == comes
+    assert (where == table).all() == (not comes)
+    assert moved.any() == comes and not (lacking.any() and not comes)
+  assert " conditional(" in run_it.lower(*args).compile().as_text()
 
 
 SHAPE = SHAPES[0]
