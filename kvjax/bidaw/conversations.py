@@ -96,6 +96,11 @@ class Placement:
     """The largest history that could be read now: all that is not pinned would make way."""
     return self.host_bytes - self._kept_bytes
 
+  def found(self, user: int, size_bytes: int) -> None:
+    """A history that lies on disk from before; nothing of it is in host memory."""
+    if size_bytes > 0:
+      self._size[user] = size_bytes
+
   def arrive(self, user: int, now: float) -> Where:
     """A request of the user arrives, and pins its history; says where that lies."""
     self._pins[user] += 1
