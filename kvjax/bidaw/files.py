@@ -236,7 +236,7 @@ class HistoryFiles:
         self._recover_one(int(folder.name), folder)
 
   def _recover_one(self, user: int, folder: Path) -> None:
-    pieces, notes = self._listed(user, folder)
+    pieces, behind, notes = self._listed(user, folder)
     known, dropped = [], []
 
     def good(piece: Piece) -> bool:
@@ -248,6 +248,10 @@ class HistoryFiles:
       return error is None
 
     self._notes[user] = {note for note in sorted(notes) if good(note)}
+    for piece in reversed(behind):
+      if good(piece):
+        self._fault(user, Kind.DAMAGED, f"{piece.name}: what it follows on is gone")
+        dropped.append(piece)
     while pieces and not good(pieces[-1]):
       pieces.pop()
     if known:
@@ -258,8 +262,8 @@ class HistoryFiles:
     if not known:
       self.forget(user)
 
-  def _listed(self, user: int, folder: Path) -> tuple[list[Piece], set[Piece]]:
-    """Objects that follow each other from position 0, and those of ids only; all else goes."""
+  def _listed(self, user: int, folder: Path) -> tuple[list[Piece], list[Piece], set[Piece]]:
+    """Objects that follow each other from position 0, those behind a gap, and those of ids only."""
     starts: dict[int, Piece] = {}
     notes, others = set(), []
     for path in folder.iterdir():
@@ -279,10 +283,8 @@ class HistoryFiles:
     pieces: list[Piece] = []
     while (piece := starts.pop(pieces[-1].end if pieces else 0, None)) is not None:
       pieces.append(piece)
-    for piece in sorted(starts.values(), reverse=True):
-      self._fault(user, Kind.DAMAGED, f"{piece.name}: what it follows on is gone")
-    self._unlink(user, [*sorted(starts.values(), reverse=True), *others])
-    return pieces, notes
+    self._unlink(user, others)
+    return pieces, sorted(starts.values()), notes
 
   def _look(
     self, user: int, piece: Piece, known: np.ndarray | None

@@ -82,7 +82,8 @@ class Tiers:
     return [faults.popleft() for _ in range(len(faults))]
 
   def found(self) -> Iterator[tuple[int, int]]:
-    """User and bytes of each history that is on disk only."""
+    """User and bytes of each history that is on disk only, once all is written."""
+    self.flush()
     for user in self._tokens:
       if user not in self._host:
         yield user, self._files.end(user) * self._files.stamp.token_bytes
@@ -148,11 +149,17 @@ class Tiers:
     self._tokens.pop(user, None)
     self._files.forget(user)
 
+  def flush(self) -> None:
+    """Waits until everything is written."""
+    while self._writes:
+      self._writes.popleft()[0].result()
+    self._last_write.clear()
+
   def close(self) -> None:
     """Everything is written, and another process may have the files."""
     self._writer.shutdown()
     self._readers.shutdown()
-    self._collect()
+    self.flush()
     self._files.close()
 
   def read_s(self, num_bytes: int) -> float:

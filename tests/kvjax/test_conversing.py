@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from functools import cache
 
 import jax
@@ -12,16 +13,18 @@ import pytest
 
 from kvjax import CacheConfig, generate, make_policy, prepare
 from kvjax.bidaw import DualQueue, Placement, lru
-from kvjax.bidaw.files import HistoryFiles
+from kvjax.bidaw.files import HistoryFiles, Kind, Piece
 from kvjax.bidaw.tiers import Tiers
 from kvjax.engine import steps
 from kvjax.engine.clock import WallClock
 from kvjax.engine.continuing import continue_chunk, fill_from, kv_of
 from kvjax.engine.conversing import ConversationBackend, converse, stamp_of
-from kvjax.engine.requests import Request
+from kvjax.engine.requests import Outcome, Request
 from kvjax.engine.sampling import Sampling
+from kvjax.engine.serving import Server, serve
 from models import build
 from tests.kvjax import matrix
+from tests.kvjax.test_bidaw_files import Stalled, damage, full_disk
 from tests.models import tiny
 
 NEW, CAPACITY = 5, 320
@@ -96,6 +99,7 @@ def stand(tmp_path):
 PROMPTS = [matrix.tokens_of([n], seed=n)[0] for n in (7, 52, 60, 1, 100)]
 
 
+@cache
 def uninterrupted(family: str):
   """Answers of a row that has never left the device, and its keys and values.
 
@@ -145,6 +149,137 @@ def test_a_conversation_goes_on_as_if_it_had_never_left(family, stand):
   np.testing.assert_array_equal(np.concatenate(history.chunks), kv)
   assert not served.tiers.take_faults()
   stamp = served.tiers.files.stamp
+  served.tiers.flush()
   on_disk = served.tiers.files.read(7, history.tokens)
   np.testing.assert_array_equal(np.concatenate(on_disk), kv)
   assert kv.nbytes == len(kv) * stamp.token_bytes
+
+
+def first_turns(served: Stand, count: int) -> None:
+  answers = uninterrupted("llama")[0]
+  for turn in range(count):
+    (ended,) = served.turns([(7, PROMPTS[turn])]).values()
+    assert list(ended.tokens) == answers[turn]
+  served.tiers.flush()
+
+
+def objects(served: Stand):
+  return sorted(served.folder.rglob("7/*"))
+
+
+@pytest.mark.parametrize(
+  "fault", ["flipped", "all gone", "stalled", "full", "full, then restarted"]
+)
+def test_what_the_disk_has_lost_is_computed_anew(fault, stand, monkeypatch):
+  """Three turns, a fault, and the others: the same answers, a record, and all on disk at the end."""
+  served = stand()
+  first_turns(served, 3)
+  ends = [int(path.name[10:]) for path in objects(served)]
+  served.queue_anew()
+  if fault == "flipped":
+    damage(objects(served)[1], "flip", -1)
+  elif fault == "all gone":
+    for path in objects(served):
+      damage(path, "gone", 1)
+  elif fault == "stalled":
+    store = served.tiers.files._store
+    monkeypatch.setattr(served.tiers.files, "_timeout_s", 0.05)
+    monkeypatch.setattr(served.tiers.files, "_store", Stalled(store, Piece(0, ends[0]).name))
+  answers, stream, _ = uninterrupted("llama")
+  for turn in (3, 4):
+    with full_disk(8192 if fault.startswith("full") and turn == 3 else 1 << 40):
+      (ended,) = served.turns([(7, PROMPTS[turn])]).values()
+      assert list(ended.tokens) == answers[turn]
+      served.tiers.flush()
+    if fault == "stalled" and turn == 3:
+      monkeypatch.undo()
+    if turn == 3:
+      served.restart() if "restarted" in fault else served.queue_anew()
+  kinds = {"stalled": Kind.TIMED_OUT, "full": Kind.UNWRITTEN}
+  expected = {kinds.get(fault, Kind.DAMAGED)} if "restarted" not in fault else set()
+  assert {f.kind for f in served.tiers.take_faults()} == expected
+  served.restart()
+  history = served.tiers.history(7)
+  assert history.tokens.tolist() == stream
+  assert served.tiers.files.end(7) == len(stream) - 1 and not served.tiers.take_faults()
+
+
+def test_two_turns_of_one_user_come_one_after_another(stand):
+  answers = uninterrupted("llama")[0]
+  served = stand()
+  ended = served.turns([(7, PROMPTS[0]), (7, PROMPTS[1]), (1, PROMPTS[2])])
+  assert [list(ended[turn].tokens) for turn in (0, 1)] == answers[:2]
+  asked = [Request(i, tuple(PROMPTS[i]), NEW, user=8) for i in (0, 1)]
+  got = {}
+  for finished in serve(asked, served.backend, WallClock()):  # any scheduler does
+    served.backend.ended(finished)
+    got[finished.request.id] = list(finished.tokens)
+  assert got == {0: answers[0], 1: answers[1]}
+  served.backend.start(0, Request(5, (1,), 1, user=9))
+  refused = served.backend.start(0, Request(6, (1,), 1, user=9))
+  assert refused.lost == {0: "another turn of user 9 has not ended"}
+
+
+def test_turns_that_are_preempted_or_cancelled(stand):
+  answers = uninterrupted("llama")[0]
+  served = stand()
+  first_turns(served, 1)
+  before = served.tiers.history(7)
+  server = Server(served.backend, WallClock(), served.queue)
+  for id, end in ((100, server.cancel), (101, server.preempt)):
+    server.submit(Request(id, tuple(PROMPTS[1]), NEW, user=7))
+    server.step()
+    assert end(id)
+    while server.busy:
+      server.step()
+    for finished in server.take_ended():
+      served.backend.ended(finished)
+      served.queue.gave_up(finished.request, finished.ended_s)
+      history = served.tiers.history(7)
+      if finished.outcome is Outcome.CANCELLED:
+        assert history.tokens.tolist() == before.tokens.tolist()
+        assert list(map(id_of, history.chunks)) == list(map(id_of, before.chunks))
+  assert list(finished.tokens) == answers[1] and finished.preemptions == 1
+  assert history.kv_tokens == len(history.tokens) - 1 == 12 + len(PROMPTS[1]) + NEW - 1
+
+
+id_of = id
+
+
+def test_a_conversation_that_outgrows_the_context(stand):
+  served = stand()
+  served.turns([(7, PROMPTS[4])], new=100)
+  (ended,) = served.turns([(7, PROMPTS[4])], new=21).values()
+  assert ended.outcome is Outcome.UNFIT
+  assert ended.reason == (
+    "the conversation of user 7 has 200 tokens; with the 100 of this prompt and 21 new ones that is "
+    "321, and a slot holds 320; begin another conversation or ask for fewer"
+  )
+  ended = served.turns([(7, PROMPTS[4]), (7, PROMPTS[0])], new=14)  # the first leaves too little
+  assert [ended[turn].outcome for turn in (0, 1)] == [Outcome.DONE, Outcome.FAILED]
+  assert "has 314 tokens" in ended[1].reason
+  assert len(served.tiers.history(7).tokens) == 314
+
+
+def test_what_cannot_go_on_is_refused(stand):
+  served = stand()
+  params = model_of("llama")[1]
+  with pytest.raises(ValueError, match="are not for this runner; it needs"):
+    ConversationBackend(runner_of("opt"), model_of("opt")[1], served.tiers)
+  with pytest.raises(ValueError, match="policy 'quest' on store 'resident' keeps more of a row"):
+    ConversationBackend(runner_of("llama", "quest"), params, served.tiers)
+  nameless = build(dataclasses.replace(model_of("llama")[0].config, content_hash=""))
+  with pytest.raises(ValueError, match="has no content_hash; load it with"):
+    stamp_of(runner_of("llama")._replace(model=nameless))
+
+
+def test_after_warming_up_nothing_compiles(stand, caplog):
+  served = stand()
+  served.backend.warm_up()
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    first_turns(served, 0)
+    served.turns([(1, PROMPTS[2])])
+    served.queue_anew()
+    (ended,) = served.turns([(1, PROMPTS[4])]).values()
+  assert ended.outcome is Outcome.DONE
+  assert not [line for line in map(str, caplog.messages) if line.startswith("Compiling")]
