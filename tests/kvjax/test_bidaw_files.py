@@ -202,16 +202,23 @@ def test_a_full_disk(opened, tmp_path, room, ids):
 
 
 class Stalled:
-  """A store whose reads of one object never end."""
+  """A store whose reads of one object never end, and all else does at once."""
 
   def __init__(self, store, name: str):
     self._store, self._name, self.promises = store, name, []
 
   def read(self, key: str):
     if not key.endswith(self._name):
-      return self._store.read(key)
+      return self._done(self._store.read(key))
     promise, future = tensorstore.Promise.new()
     self.promises.append(promise)
+    return future
+
+  def write(self, key: str, data: bytes):
+    return self._done(self._store.write(key, data))
+
+  def _done(self, future):
+    future.result()
     return future
 
 

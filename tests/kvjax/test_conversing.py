@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, generate, make_policy, prepare
-from kvjax.bidaw import DualQueue, Placement, lru
+from kvjax.bidaw import DualQueue, Placement, Where, lru
 from kvjax.bidaw.files import HistoryFiles, Kind, Piece
 from kvjax.bidaw.tiers import Tiers
 from kvjax.engine import steps
@@ -41,10 +41,12 @@ def model_of(family: str):
 
 
 @cache
-def runner_of(family: str, policy: str = "dense"):
+def runner_of(family: str, policy: str = "dense", **options):
   """One slot: that steps of one row and of two round alike is not what is asked here."""
   config = CacheConfig(1, CAPACITY, matrix.PAGE)
-  return prepare(model_of(family)[0], make_policy(policy), "resident", config, chunk_tokens=64)
+  return prepare(
+    model_of(family)[0], make_policy(policy, **options), "resident", config, chunk_tokens=64
+  )
 
 
 class Stand:
@@ -171,7 +173,7 @@ def objects(served: Stand):
   "fault", ["flipped", "all gone", "stalled", "full", "full, then restarted"]
 )
 def test_what_the_disk_has_lost_is_computed_anew(fault, stand, monkeypatch):
-  """Three turns, a fault, and the others: the same answers, a record, and all on disk at the end."""
+  """Three turns, a fault, and the rest: the same answers, a record, and all on disk at the end."""
   served = stand()
   first_turns(served, 3)
   ends = [int(path.name[10:]) for path in objects(served)]
@@ -187,7 +189,7 @@ def test_what_the_disk_has_lost_is_computed_anew(fault, stand, monkeypatch):
     monkeypatch.setattr(served.tiers.files, "_store", Stalled(store, Piece(0, ends[0]).name))
   answers, stream, _ = uninterrupted("llama")
   for turn in (3, 4):
-    with full_disk(8192 if fault.startswith("full") and turn == 3 else 1 << 40):
+    with full_disk(4096 if fault.startswith("full") and turn == 3 else 1 << 40):
       (ended,) = served.turns([(7, PROMPTS[turn])]).values()
       assert list(ended.tokens) == answers[turn]
       served.tiers.flush()
@@ -202,6 +204,24 @@ def test_what_the_disk_has_lost_is_computed_anew(fault, stand, monkeypatch):
   history = served.tiers.history(7)
   assert history.tokens.tolist() == stream
   assert served.tiers.files.end(7) == len(stream) - 1 and not served.tiers.take_faults()
+
+
+def test_others_are_served_while_a_history_is_read(stand, monkeypatch):
+  """The read ends only after another user has had the whole answer."""
+  served = stand()
+  first_turns(served, 1)
+  served.queue_anew()
+  store = served.tiers.files._store
+  stalled = Stalled(store, objects(served)[0].name)
+  monkeypatch.setattr(served.tiers.files, "_store", stalled)
+  asked = [Request(50, tuple(PROMPTS[1]), NEW, user=7), Request(51, tuple(PROMPTS[0]), NEW)]
+  ended = converse(asked, served.backend, WallClock(), served.queue)
+  other = next(ended)
+  assert other.request.id == 51 and served.placement.where(7) is Where.READING
+  assert list(other.tokens) == uninterrupted("llama")[0][0]
+  stalled.promises[0].set_result(store.read(f"7/{objects(served)[0].name}").result())
+  (own,) = ended
+  assert list(own.tokens) == uninterrupted("llama")[0][1] and not served.tiers.take_faults()
 
 
 def test_two_turns_of_one_user_come_one_after_another(stand):
@@ -252,8 +272,8 @@ def test_a_conversation_that_outgrows_the_context(stand):
   (ended,) = served.turns([(7, PROMPTS[4])], new=21).values()
   assert ended.outcome is Outcome.UNFIT
   assert ended.reason == (
-    "the conversation of user 7 has 200 tokens; with the 100 of this prompt and 21 new ones that is "
-    "321, and a slot holds 320; begin another conversation or ask for fewer"
+    "the conversation of user 7 has 200 tokens; with the 100 of this prompt and 21 new ones that "
+    "is 321, and a slot holds 320; begin another conversation or ask for fewer"
   )
   ended = served.turns([(7, PROMPTS[4]), (7, PROMPTS[0])], new=14)  # the first leaves too little
   assert [ended[turn].outcome for turn in (0, 1)] == [Outcome.DONE, Outcome.FAILED]
@@ -267,7 +287,7 @@ def test_what_cannot_go_on_is_refused(stand):
   with pytest.raises(ValueError, match="are not for this runner; it needs"):
     ConversationBackend(runner_of("opt"), model_of("opt")[1], served.tiers)
   with pytest.raises(ValueError, match="policy 'quest' on store 'resident' keeps more of a row"):
-    ConversationBackend(runner_of("llama", "quest"), params, served.tiers)
+    ConversationBackend(runner_of("llama", "quest", dense_layers=1), params, served.tiers)
   nameless = build(dataclasses.replace(model_of("llama")[0].config, content_hash=""))
   with pytest.raises(ValueError, match="has no content_hash; load it with"):
     stamp_of(runner_of("llama")._replace(model=nameless))
