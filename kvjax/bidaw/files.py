@@ -131,8 +131,9 @@ class HistoryFiles:
       kv: f[T, L, 2, K, D], T may be 0.
     """
     piece = Piece(self.end(user), self.end(user) + len(kv))
+    data = pack(self.stamp, user, tokens, piece.start, kv)
     try:
-      self._write(user, piece, pack(self.stamp, user, tokens, piece.start, kv))
+      self._write(user, piece, data)
     except Exception as error:  # TensorStore's errors have no type in common
       self._fault(user, Kind.UNWRITTEN, f"positions {piece.name}: {_in_words(error)}")
       if len(kv):
