@@ -10,6 +10,7 @@ from kvjax.bidaw.buddy import MixedPages, NoRoom, Page
 from kvjax.bidaw.conversations import Placement, Where
 from kvjax.bidaw.disk import Disk, Read, TimedDisk
 from kvjax.bidaw.eviction import Eviction, belady, fifo, lru, queue_lru, s3fifo
+from kvjax.bidaw.in_order import InOrder
 from kvjax.bidaw.in_the_wild import InTheWild
 from kvjax.bidaw.previous_answer import PreviousAnswer
 from kvjax.bidaw.scheduler import DualQueue
@@ -24,6 +25,7 @@ __all__ = [
   "Disk",
   "DualQueue",
   "Eviction",
+  "InOrder",
   "InTheWild",
   "MixedPages",
   "NoRoom",

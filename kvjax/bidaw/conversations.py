@@ -47,6 +47,8 @@ class Placement:
     host_bytes: as given.
     used_bytes: of host memory, by resident histories and those being read.
     evictions: so far.
+    hits: requests that found their user's history in host memory when they arrived.
+    misses: those that found it on disk, or on its way.
 
   Raises:
     ValueError: host memory of no bytes.
@@ -57,7 +59,8 @@ class Placement:
   ):
     if host_bytes < 1:
       raise ValueError(f"host_bytes is {host_bytes}; give the host at least 1 byte for histories")
-    self.host_bytes, self.used_bytes, self.evictions = host_bytes, 0, 0
+    self.host_bytes, self.used_bytes = host_bytes, 0
+    self.evictions = self.hits = self.misses = 0
     self._eviction, self._evicted = eviction, evicted
     self._size: dict[int, int] = {}  # every history
     self._host: dict[int, int] = {}  # bytes of those that are in host memory, or being read
@@ -109,7 +112,10 @@ class Placement:
       if user not in self._reading:
         self._kept_bytes += self._host.get(user, 0)
     self._eviction.arrived(user, now)
-    return self.where(user)
+    where = self.where(user)
+    self.hits += where is Where.HOST
+    self.misses += where not in (Where.HOST, Where.NOWHERE)
+    return where
 
   def unpin(self, user: int) -> None:
     """One request of the user neither waits nor is served any more.
@@ -150,6 +156,11 @@ class Placement:
     if not self.pinned(user):
       self._kept_bytes -= self._host[user]
     self._eviction.insert(user)
+
+  def give_up(self, user: int) -> None:
+    """The history leaves host memory though it may be pinned, for one that is needed sooner."""
+    self._leave_host(user)
+    self.evictions += 1
 
   def lose(self, user: int) -> None:
     """The history could not be read, or is damaged: there is none any more, in either tier."""

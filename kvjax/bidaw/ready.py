@@ -45,10 +45,25 @@ class Ready[R: Request]:
   def remove(self, request_id: int) -> None:
     del self._requests[request_id]
 
-  def take(self, fits: Callable[[R], bool]) -> R | None:
-    """Takes out the first that fits, of the first 32; None if there is none."""
+  def first(self) -> R | None:
+    """The first, which stays; None if there is none."""
+    while self._heap:
+      _, number, id = self._heap[0]
+      current, request = self._requests.get(id, (0, None))
+      if current == number:
+        return request
+      heapq.heappop(self._heap)  # it was removed
+    return None
+
+  def last(self) -> R | None:
+    """The last, which stays; None if there is none. It takes a look at all of them."""
+    requests = (request for _, request in self._requests.values())
+    return max(requests, key=lambda request: (request.arrival_s, request.id), default=None)
+
+  def take(self, fits: Callable[[R], bool], most_passed: int = MOST_PASSED) -> R | None:
+    """Takes out the first that fits, of the first so many; None if there is none."""
     passed, found = [], None
-    while self._heap and found is None and len(passed) < MOST_PASSED:
+    while self._heap and found is None and len(passed) < most_passed:
       entry = heapq.heappop(self._heap)
       number, request = self._requests.get(entry[2], (0, None))
       if request is None or number != entry[1]:

@@ -35,20 +35,26 @@ class DualQueue[R: Request]:
     placement: where histories lie; nobody else makes it read or pin.
     disk: reads them.
     reads_at_once: most reads that have begun and not ended.
-    in_seconds: divide waiting times by seconds of the read and not by bytes; see `preparing`.
+    cost: `cost(num_bytes)`, what waiting times are divided by to choose who is read: bytes, or the
+      disk's `read_s` for the form in seconds; see `preparing`.
 
   Raises:
     ValueError: no reads at once.
   """
 
   def __init__(
-    self, placement: Placement, disk: Disk, *, reads_at_once: int = 1, in_seconds: bool = False
+    self,
+    placement: Placement,
+    disk: Disk,
+    *,
+    reads_at_once: int = 1,
+    cost: Callable[[int], float] = float,
   ):
     if reads_at_once < 1:
       raise ValueError(f"reads_at_once is {reads_at_once}; let at least 1 history be read")
     self._placement, self._disk, self._reads_at_once = placement, disk, reads_at_once
     self._ready = Ready[R]()
-    self._preparing = Preparing(disk.read_s if in_seconds else float)
+    self._preparing = Preparing(cost)
     self._reading: set[int] = set()  # users
     self._unread: dict[int, R] = {}  # user -> its request that is preparing or being read
     self._turn: dict[int, R] = {}  # user -> its first request that has not ended
@@ -120,14 +126,8 @@ class DualQueue[R: Request]:
       self.poll(now)
 
   def wakes_at(self, now: float) -> float | None:
-    """When the next read ends.
-
-    It is now while a started request was not told as ended: a server asks when nobody has a slot,
-    so it has ended, and its end may let others be read or served.
-    """
-    if self.poll(now) or self._started:
-      return now
-    return self._disk.wakes_at(now)
+    """When the next read ends; now if it just has."""
+    return now if self.poll(now) else self._disk.wakes_at(now)
 
   def poll(self, now: float) -> bool:
     """Sees to the disk; whether a request has become ready.
@@ -148,22 +148,29 @@ class DualQueue[R: Request]:
     user = request.user
     match self._placement.where(user):
       case Where.DISK:
-        self._unread[user] = request
+        self._wait_for_history(request)
         self._preparing.add(user, request.arrival_s, self._placement.size_bytes(user))
       case Where.READING:  # for a request that was dropped
-        self._unread[user] = request
+        self._wait_for_history(request)
       case _:
         self._ready.put(request)
 
+  def _wait_for_history(self, request: R) -> None:
+    self._unread[request.user] = request
+
   def _begin_reads(self, now: float) -> None:
-    while len(self._reading) < self._reads_at_once:
-      user = self._preparing.choose(now, self._placement.readable_bytes)
+    while self._preparing and len(self._reading) < self._reads_at_once:
+      user = self._choose(now)
       if user is None:
         return
       self._preparing.remove(user)
       self._placement.begin_read(user)
       self._reading.add(user)
       self._disk.begin(user, self._placement.size_bytes(user), now)
+
+  def _choose(self, now: float) -> int | None:
+    """Whose history is read next."""
+    return self._preparing.choose(now, self._placement.readable_bytes)
 
   def _end_read(self, read: Read) -> None:
     """Promotes the request that waits for it; one whose history is lost is computed anew."""

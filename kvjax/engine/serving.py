@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvjax.engine.clock import Clock
 from kvjax.engine.requests import Finished, Outcome, Request, Usage
@@ -66,6 +67,33 @@ class Backend(Protocol):
   def reloading(self, slot: int) -> bool: ...
 
 
+class Skipped(NamedTuple):
+  """What a backend did at one go.
+
+  Attributes:
+    steps: so many, at least 1.
+    token: that each of them made for every slot.
+    seconds: of them all.
+  """
+
+  steps: int
+  token: int
+  seconds: float
+
+
+@runtime_checkable
+class Skipping(Backend, Protocol):
+  """A backend whose tokens all are the same, so that steps need not be made one by one.
+
+  Attributes:
+    skip: `skip(most_steps, within_s)`: as many calls of `step` for all slots that were started and
+      not stopped, up to `most_steps`, or up to the first after which `within_s` have passed. No
+      slot is ever reloading.
+  """
+
+  def skip(self, most_steps: int, within_s: float) -> Skipped: ...
+
+
 class Scheduler(Protocol):
   """Who is next.
 
@@ -74,8 +102,8 @@ class Scheduler(Protocol):
     next: `next(now, fits)`: takes out the request that gets a free slot now, of those that fit;
       None for nobody.
     drop: `drop(request)`: it does not wait any more.
-    wakes_at: `wakes_at(now)`: when `next` may have somebody, though nothing arrives or ends; None
-      if never.
+    wakes_at: `wakes_at(now)`: when `next` may have somebody, or something else is to be seen to,
+      though nothing arrives or ends; None if never.
     len: how many wait.
   """
 
@@ -127,6 +155,10 @@ class _Live:
   sat_out: int = 0
 
 
+def _has_all(live: _Live) -> bool:
+  return len(live.made) == live.request.max_new_tokens
+
+
 class Server:
   """The state of a serving loop; whoever drives it calls `step` and what goes between two steps.
 
@@ -147,6 +179,7 @@ class Server:
   ):
     self.usage: defaultdict[int, Usage] = defaultdict(Usage)  # by user
     self._backend, self._clock, self._queue_limit = backend, clock, queue_limit
+    self._skipping = backend if isinstance(backend, Skipping) else None
     self._scheduler = Fcfs() if scheduler is None else scheduler
     self._live: dict[int, _Live] = {}
     self._running: dict[int, _Live] = {}  # by slot
@@ -206,9 +239,15 @@ class Server:
     self._scheduler.arrive(live.request, self._clock.now())
     return True
 
-  def step(self) -> bool:
+  def step(self, until_s: float | None = None) -> bool:
     """Gives free slots to who is next, then decodes a token of everyone; False if nobody has a
-    slot."""
+    slot.
+
+    Args:
+      until_s: nothing arrives before. A backend that can skip decodes up to the first step that
+        ends then or later, or after which somebody has ended or the scheduler has something to do:
+        in between nothing can change. None for one token.
+    """
     while self._free:
       request = self._scheduler.next(self._clock.now(), self._backend.fits)
       if request is None:
@@ -216,6 +255,33 @@ class Server:
       self._start(self._live[request.id])
     if not self._running:
       return False
+    if self._skipping is None or until_s is None or not self._skip(self._skipping, until_s):
+      self._decode()
+    return True
+
+  def _skip(self, backend: Skipping, until_s: float) -> bool:
+    """False if somebody is fed again what it had made, which is not the same for all."""
+    most = 1 << 62
+    for live in self._running.values():
+      made = len(live.made)
+      if live.fed + 1 != made:
+        return False
+      most = min(most, live.request.max_new_tokens - made)
+    now, wakes_at = self._clock.now(), self.wakes_at()
+    until_s = until_s if wakes_at is None else min(until_s, wakes_at)
+    steps, token, seconds = backend.skip(most, until_s - now)
+    self._clock.spend(seconds)
+    tokens = [token] * steps
+    for live in self._running.values():
+      live.made += tokens
+      live.fed += steps
+      self.usage[live.request.user].new_tokens += steps
+    if steps == most:
+      for live in [live for live in self._running.values() if _has_all(live)]:
+        self._end(live, Outcome.DONE)
+    return True
+
+  def _decode(self) -> None:
     reloading = [slot for slot in self._running if self._backend.reloading(slot)]
     if len(reloading) == len(self._running):
       reloading = []  # the step waits for them
@@ -227,7 +293,6 @@ class Server:
     for slot, live in going.items():
       live.fed += 1
       self._take(live, slot, made)
-    return True
 
   def wakes_at(self) -> float | None:
     """When `step` may have something to do, though nothing arrives; None if never."""
@@ -261,7 +326,7 @@ class Server:
       return
     live.made.append(token)
     self.usage[live.request.user].new_tokens += 1
-    if len(live.made) == live.request.max_new_tokens:
+    if _has_all(live):
       self._end(live, Outcome.DONE)
 
   def _give_up_slot(self, live: _Live) -> None:
@@ -300,7 +365,8 @@ def serve(
 ) -> Iterator[Finished]:
   """Serves requests as they arrive, and gives each as it ends.
 
-  Nothing is kept of what has ended, so requests may be a generator of any length.
+  What has ended is given before the loop goes on, so that a scheduler that is told by the caller
+  knows it. Nothing is kept of what has ended, so requests may be a generator of any length.
 
   Args:
     requests: by arrival time; one that is late in this order arrives when it is seen.
@@ -320,10 +386,12 @@ def serve(
     while following is not None and following.arrival_s <= clock.now():
       server.submit(following)
       following = next(coming, None)
-    if not server.step() and (following is not None or server.busy):
+    stepped = server.step(math.inf if following is None else following.arrival_s)
+    ended = server.take_ended()
+    yield from ended
+    if not stepped and not ended and (following is not None or server.busy):
       events = [server.wakes_at(), None if following is None else following.arrival_s]
       times = [time for time in events if time is not None]
       if not times:
         raise RuntimeError("requests wait, all slots are free, and the scheduler starts none")
       clock.wait_until(min(times))
-    yield from server.take_ended()

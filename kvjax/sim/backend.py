@@ -9,12 +9,13 @@ What it says is simulated; so is whatever comes of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvjax.config import ModelConfig
 from kvjax.engine.requests import Request
-from kvjax.engine.serving import Made
+from kvjax.engine.serving import Made, Skipped
 from kvjax.sim import costs
 from kvjax.sim.hardware import Machine
 
@@ -49,6 +50,12 @@ class SimBackend:
     machine: from `hardware`.
     slots: requests that are decoded at once.
     histories: user -> what the conversation has now; without it every prompt stands alone.
+    as_activations: what the host keeps; see above.
+
+  Attributes:
+    reserved_tokens: that requests in slots may come to have, at most `room_tokens`.
+    room_tokens: that the device has room for.
+    context_tokens: of a conversation, at most.
 
   Raises:
     ValueError: the weights leave no room on the device, or there are no slots.
@@ -60,6 +67,8 @@ class SimBackend:
     machine: Machine,
     slots: int,
     histories: Callable[[int], History] = lambda user: History(),
+    *,
+    as_activations: bool = False,
   ):
     numbers = config.num_layers * costs.layer_numbers(config) + costs.head_numbers(config)
     weights, device = numbers * machine.item_bytes, machine.device_bytes
@@ -77,18 +86,17 @@ class SimBackend:
     self._rows_s = [0.0, *(costs.decode_step_s(config, machine, [0] * n) for n in rows)]
     many = 10**9
     self._token_s = (costs.decode_step_s(config, machine, [many]) - self._rows_s[1]) / many
+    self._as_activations = as_activations
+    self.reserved_tokens = 0
     self._reserved: dict[int, int] = {}  # slot -> tokens it may come to have
-    self._tokens: dict[int, int] = {}  # slot -> tokens whose keys and values it has
+    self._skipped = 0  # steps that were skipped
+    self._tokens: dict[int, int] = {}  # slot -> tokens whose keys and values it has, less those
+    self._attended = 0  # tokens of all slots, in truth
 
   @property
   def slots(self) -> int:
     """Requests that are decoded at once."""
     return self._slots
-
-  @property
-  def reserved_tokens(self) -> int:
-    """That requests in slots may come to have, at most `room_tokens`."""
-    return sum(self._reserved.values())
 
   def why_not(self, request: Request) -> str | None:
     """Why a request could not even be served without its history."""
@@ -103,26 +111,51 @@ class SimBackend:
 
   def start(self, slot: int, request: Request) -> Made:
     """History and prompt are read; see the class for the time."""
-    prompt = len(request.prompt)
-    self._reserved[slot] = self._needs(request)
-    past = self._reserved[slot] - prompt - request.max_new_tokens
+    prompt, needs = len(request.prompt), self._needs(request)
+    past = needs - prompt - request.max_new_tokens
     reloaded = min(past, self._histories(request.user).in_host_tokens)
     read = past - reloaded + prompt
-    self._tokens[slot] = past + prompt
+    self._reserved[slot] = needs
+    self.reserved_tokens += needs
+    self._tokens[slot] = past + prompt - self._skipped
+    self._attended += past + prompt
     return Made({slot: NO_TOKEN}, self._start_s(reloaded, read))
 
   def step(self, tokens: Mapping[int, int]) -> Made:
     """One token of each slot that is named."""
-    attended = 0
     for slot in tokens:
       self._tokens[slot] += 1
-      attended += self._tokens[slot]
-    seconds = self._rows_s[len(tokens)] + attended * self._token_s
-    return Made(dict.fromkeys(tokens, NO_TOKEN), seconds)
+    self._attended += len(tokens)
+    attended = self._attended
+    if len(tokens) < len(self._tokens):  # some sit out
+      attended = sum(self._tokens[slot] + self._skipped for slot in tokens)
+    return Made(dict.fromkeys(tokens, NO_TOKEN), self._step_s(len(tokens), attended))
+
+  def skip(self, most_steps: int, within_s: float) -> Skipped:
+    """Steps of all slots, each of which takes longer than the one before by the same."""
+    rows = len(self._tokens)
+    longer_s = rows * self._token_s
+    first_s = self._step_s(rows, self._attended + rows)
+
+    def seconds(steps: int) -> float:
+      return steps * first_s + steps * (steps - 1) / 2 * longer_s
+
+    steps = most_steps
+    if within_s <= first_s:
+      steps = 1
+    elif seconds(most_steps) > within_s:  # steps^2 + p steps - q = 0
+      p, q = 2 * first_s / longer_s - 1, 2 * within_s / longer_s
+      steps = math.ceil(2 * q / (p + math.sqrt(p * p + 4 * q)))
+      steps -= steps > 1 and seconds(steps - 1) >= within_s  # of rounding
+      steps = min(steps + (seconds(steps) < within_s), most_steps)
+    self._skipped += steps
+    self._attended += steps * rows
+    return Skipped(steps, NO_TOKEN, seconds(steps))
 
   def stop(self, slot: int) -> None:
     """The slot is free."""
-    del self._reserved[slot], self._tokens[slot]
+    self.reserved_tokens -= self._reserved.pop(slot)
+    self._attended -= self._tokens.pop(slot) + self._skipped
 
   def reloading(self, slot: int) -> bool:
     """Never: a start waits for what it reloads."""
@@ -133,10 +166,16 @@ class SimBackend:
     own = len(request.prompt) + request.max_new_tokens
     return min(self._histories(request.user).tokens + own, self.context_tokens)
 
+  def _step_s(self, rows: int, attended: int) -> float:
+    return self._rows_s[rows] + attended * self._token_s
+
   def _start_s(self, reloaded: int, read: int) -> float:
     """Two stages, link and compute, through which the layers go one after another."""
     layers, item_bytes = self._config.num_layers, self._machine.item_bytes
-    num_bytes = costs.kv_bytes(self._config, reloaded, item_bytes)
+    kept_bytes = costs.activation_bytes if self._as_activations else costs.kv_bytes
+    num_bytes = kept_bytes(self._config, reloaded, item_bytes)
     link = costs.transfer_s(self._machine, num_bytes, parts=layers)
     compute = costs.prefill_s(self._config, self._machine, read, past_tokens=reloaded)
+    if self._as_activations:
+      compute += costs.rebuild_s(self._config, self._machine, reloaded)
     return max(link, compute) + min(link, compute) / layers

@@ -38,6 +38,17 @@ def kv_bytes(config: ModelConfig, tokens: int, item_bytes: int) -> int:
   return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * item_bytes
 
 
+def activation_bytes(config: ModelConfig, tokens: int, item_bytes: int) -> int:
+  """Normalised input of every layer, of so many tokens: keys and values can be made of it."""
+  return config.num_layers * config.embed_dim * tokens * item_bytes
+
+
+def rebuild_s(config: ModelConfig, machine: Machine, tokens: int) -> float:
+  """Seconds to make keys and values of the normalised input of all layers."""
+  numbers = config.num_layers * config.embed_dim * 2 * config.num_kv_heads * config.head_dim
+  return 2 * numbers * tokens / machine.product_flops_per_s
+
+
 def digest_bytes(config: ModelConfig, tokens: int, page_size: int, item_bytes: int) -> int:
   """Minimum and maximum of every page of so many tokens in all layers: what ranking reads."""
   return kv_bytes(config, -(-tokens // page_size), item_bytes)

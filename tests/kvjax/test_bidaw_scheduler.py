@@ -81,7 +81,7 @@ def test_seconds_and_bytes_differ_by_the_seek():
     return {u for u in range(2) if queue._placement.where(u) is Where.READING}
 
   assert first() == {0}  # 2 / 10 bytes against 10 / 100
-  assert first(in_seconds=True) == {1}  # 2 / 5.1 s against 10 / 6
+  assert first(cost=TimedDisk(100, seek_s=5).read_s) == {1}  # 2 / 5.1 s against 10 / 6
 
 
 def test_reads_overlap_and_the_promoted_take_their_place_by_arrival():
@@ -102,7 +102,6 @@ def test_reads_overlap_and_the_promoted_take_their_place_by_arrival():
   assert queue.next(3.0, yes) is None
   assert len(queue) == 0
   for id, user in ((0, 0), (2, 1), (3, 51)):
-    assert queue.wakes_at(3.0) == 3.0  # there are turns that may have ended, unheard of
     queue.gave_up(request(id, user), 3.0)
   assert queue.wakes_at(3.0) is None
 
@@ -281,7 +280,9 @@ def test_served_to_the_end(seed):
   ]
   placement = Placement(HOST, PreviousAnswer(HOST, window=50, every=20))
   disk = TimedDisk(300, seek_s=0.1)
-  queue = DualQueue(placement, disk, reads_at_once=1 + seed % 2, in_seconds=seed > 1)
+  queue = DualQueue(
+    placement, disk, reads_at_once=1 + seed % 2, cost=disk.read_s if seed > 1 else float
+  )
   served = {user: [] for user in range(12)}
   for finished in serve(requests, Fake(placement), VirtualClock(), queue):
     assert finished.outcome is Outcome.DONE
