@@ -14,9 +14,13 @@ the bound of the pool below, and those below the first pool have none.
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
+
+from kvjax.bidaw.slices import finished
 
 BIN_TOKENS = 2
 MOST_POOLS = 32
@@ -50,14 +54,26 @@ def lower_envelope(answer_tokens: np.ndarray, distances: np.ndarray) -> Envelope
     answer_tokens: i64[samples], length of the answer before each distance.
     distances: f64[samples], weighted reuse distances in bytes, finite.
   """
-  order = np.lexsort((distances, answer_tokens))
-  bins, distances = answer_tokens[order] // BIN_TOKENS, distances[order]
-  first_of_bin = np.flatnonzero(np.diff(bins, prepend=-1)).tolist()
+  return finished(envelope_in_slices(answer_tokens, distances))
+
+
+def envelope_in_slices(
+  answer_tokens: np.ndarray, distances: np.ndarray
+) -> Generator[None, None, Envelope]:
+  """`lower_envelope`, which stops after every pool."""
+  bins = np.minimum(answer_tokens // BIN_TOKENS, np.iinfo(np.uint16).max).astype(np.uint16)
+  order = np.argsort(bins, kind="stable")  # by counting, for small numbers
+  yield
+  bins, distances = bins[order], distances[order]
+  first_of_bin = np.flatnonzero(np.diff(bins.astype(np.int64), prepend=-1)).tolist()
   starts, least = [], len(bins) / MOST_POOLS
   for place in first_of_bin:
     if (not starts or place - starts[-1] >= least) and len(bins) - place >= least:
       starts.append(place)
-  minima = [robust_minimum(pool) for pool in np.split(distances, starts[1:])] if starts else []
+  minima = []
+  for begin, end in itertools.pairwise([*starts, len(bins)]):
+    yield
+    minima.append(robust_minimum(distances[begin:end]))
   return Envelope(
     [int(bins[start]) * BIN_TOKENS for start in starts],
     np.maximum.accumulate(minima).tolist() if minima else [],

@@ -8,10 +8,11 @@ back in that bucket.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from kvjax.eviction import next_uses
+from kvjax.bidaw.slices import finished
 
 
 class Access(NamedTuple):
@@ -35,18 +36,52 @@ def belady_hits(accesses: Sequence[Access], capacity_bytes: int) -> list[bool | 
   history without a next use does not stay. With histories of different sizes this is not the best
   that could be done, but it is what the paper's scripts call Belady.
   """
-  following = next_uses([access.user for access in accesses]).tolist()
+  return finished(_hits(accesses, capacity_bytes, max(1, len(accesses))))
+
+
+def hit_rates(accesses: Sequence[Access], capacity_bytes: int, num_buckets: int) -> list[float]:
+  """Belady's hit rate in each bucket; that of the bucket before where nothing was accessed."""
+  whole = max(1, len(accesses))
+  return finished(hit_rates_in_slices(accesses, capacity_bytes, num_buckets, whole))
+
+
+def hit_rates_in_slices(
+  accesses: Sequence[Access], capacity_bytes: int, num_buckets: int, at_once: int
+) -> Generator[None, None, list[float]]:
+  """`hit_rates`, which stops after every so many accesses."""
+  played = yield from _hits(accesses, capacity_bytes, at_once)
+  hits, counts = [0] * num_buckets, [0] * num_buckets
+  for begin in range(0, len(accesses), at_once):
+    end = begin + at_once
+    for access, hit in zip(accesses[begin:end], played[begin:end], strict=True):
+      if hit is not None and access.bucket is not None:
+        hits[access.bucket] += hit
+        counts[access.bucket] += 1
+    yield
+  rates, rate = [], 1.0
+  for hit, count in zip(hits, counts, strict=True):
+    rate = hit / count if count else rate
+    rates.append(rate)
+  return rates
+
+
+def _hits(
+  accesses: Sequence[Access], capacity_bytes: int, at_once: int
+) -> Generator[None, None, list[bool | None]]:
+  following = yield from _next_uses(accesses, at_once)
   held: dict[int, tuple[float, int]] = {}  # user -> (-next use, bytes)
   heap: list[tuple[float, int]] = []
   hits: list[bool | None] = []
   seen: set[int] = set()
   used = 0
-  for (user, size, _), later in zip(accesses, following, strict=True):
+  for number, ((user, size, _), later) in enumerate(zip(accesses, following, strict=True), 1):
+    if number % at_once == 0:
+      yield
     old = held.pop(user, None)
     hits.append(old is not None if user in seen else None)
     seen.add(user)
     used -= old[1] if old else 0
-    if later == float("inf"):
+    if later == math.inf:
       continue
     held[user] = -later, size
     heapq.heappush(heap, (-later, user))
@@ -58,15 +93,13 @@ def belady_hits(accesses: Sequence[Access], capacity_bytes: int) -> list[bool | 
   return hits
 
 
-def hit_rates(accesses: Sequence[Access], capacity_bytes: int, num_buckets: int) -> list[float]:
-  """Belady's hit rate in each bucket; that of the bucket before where nothing was accessed."""
-  hits, counts = [0] * num_buckets, [0] * num_buckets
-  for access, hit in zip(accesses, belady_hits(accesses, capacity_bytes), strict=True):
-    if hit is not None and access.bucket is not None:
-      hits[access.bucket] += hit
-      counts[access.bucket] += 1
-  rates, rate = [], 1.0
-  for hit, count in zip(hits, counts, strict=True):
-    rate = hit / count if count else rate
-    rates.append(rate)
-  return rates
+def _next_uses(accesses: Sequence[Access], at_once: int) -> Generator[None, None, list[float]]:
+  """Of each access the number of its user's next one; inf for none."""
+  following, later = [math.inf] * len(accesses), dict[int, float]()
+  for number in range(len(accesses) - 1, -1, -1):
+    user = accesses[number].user
+    following[number] = later.get(user, math.inf)
+    later[user] = number
+    if number % at_once == 0:
+      yield
+  return following

@@ -46,7 +46,7 @@ class Preparing:
       self._columns[:, at] = self._columns[:, last]
       self._at[int(self._columns[3, at])] = at
 
-  def choose(self, now: float, most_bytes: int) -> int | None:
+  def choose(self, now: float, most_bytes: float) -> int | None:
     """The user of the highest ratio, of equal ones who came first, then of the smallest id.
 
     Args:

@@ -16,8 +16,9 @@ What the paper leaves open [ours]:
 * prior: own counts, and the histogram of all users as three more, which decide for new users. Own
   counts are halved when there are 32; the histogram, Laplace-smoothed, is of the last accesses.
 * envelope, ghost and histogram are of the last 10,000 accesses and made again every 1,000, so that
-  they follow a workload that changes. Until then, and while answer lengths say nothing, that is
-  while Spearman of the envelope is under a half, the least recently used history goes first.
+  they follow a workload that changes; in slices, one with each arrival, so that nobody waits for
+  them. Until the first are made, and while answer lengths say nothing, that is while Spearman of
+  the envelope is under a half, the least recently used history goes first.
 * a distance is at least what has passed of it, so P falls as time goes by, and who never comes back
   is given up in the end; `passed=False` is without this, as the paper has it.
 """
@@ -27,13 +28,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import OrderedDict, deque
+from collections.abc import Generator
 
 import numpy as np
 
-from kvjax.bidaw.envelope import Envelope, lower_envelope
-from kvjax.bidaw.ghost import Access, hit_rates
+from kvjax.bidaw.envelope import Envelope, envelope_in_slices
+from kvjax.bidaw.ghost import Access, hit_rates_in_slices
 from kvjax.bidaw.ranking import Ranking
 from kvjax.bidaw.reuse import ReuseDistances
+from kvjax.bidaw.slices import finished
 
 PROMISING = 7
 NUM_BUCKETS = PROMISING + 2
@@ -99,7 +102,8 @@ class PreviousAnswer:
     self._samples: deque[tuple[int, float]] = deque(maxlen=window)  # answer length, distance
     self._at_arrival: dict[int, int | None] = {}  # user -> bucket, of turns that have not ended
     self._waiting = [OrderedDict[int, None]() for _ in self._edges]  # by `passed`, oldest first
-    self._accesses = 0
+    self._accesses = self._begun = 0
+    self._making: Generator[None, None, None] | None = None
 
   @property
   def falls_back(self) -> bool:
@@ -119,8 +123,7 @@ class PreviousAnswer:
     self._accesses += 1
     self._move(user, state, 0)
     state.tick = self._accesses
-    if self._accesses % self._every == 0:
-      self.refresh()
+    self._go_on()
     self._rank(user)
 
   def answered(self, user: int, now: float, answer_tokens: int, size_bytes: int) -> None:
@@ -154,16 +157,39 @@ class PreviousAnswer:
     self._at_arrival.pop(user, None)
 
   def refresh(self) -> None:
-    """Makes envelope, hit rates and histogram again, and ranks all histories anew."""
-    if self._samples:
-      tokens, distances = zip(*self._samples, strict=True)
-      self.envelope = lower_envelope(np.array(tokens), np.array(distances, float))
-      edges = np.searchsorted(self._edges, distances, side="right")
-      counts = np.bincount(edges, minlength=NUM_BUCKETS) + 1
+    """Makes at once what is being made again in slices, if anything is."""
+    if self._making is not None:
+      finished(self._making)
+      self._making = None
+
+  def _go_on(self) -> None:
+    """One slice; after so many accesses the tables are begun again."""
+    if self._making is None and self._accesses - self._begun >= self._every:
+      self._begun, self._making = self._accesses, self._made_again()
+    if self._making is not None and next(self._making, self) is self:
+      self._making = None
+
+  def _made_again(self) -> Generator[None, None, None]:
+    """Envelope, hit rates and histogram; then all histories are ranked anew."""
+    samples, at_once = list(self._samples), -(-4 * len(self._window) // self._every) or 1
+    if samples:
+      tokens, distances = np.array(samples, np.int64).T
+      yield
+      envelope = yield from envelope_in_slices(tokens, distances)
+      buckets = np.searchsorted(self._edges, distances, side="right")
+      counts = np.bincount(buckets, minlength=NUM_BUCKETS) + 1
+      yield
+      hit = yield from hit_rates_in_slices(
+        list(self._window), self._host_bytes, NUM_BUCKETS, at_once
+      )
       self._everyone = (counts / counts.sum()).tolist()
-    self.hit = [1.0, *hit_rates(self._window, self._host_bytes, NUM_BUCKETS)[1:-1], 0.0]
-    for user in self._ranking:
+      self.envelope, self.hit = envelope, [1.0, *hit[1:-1], 0.0]
+    users = list(self._ranking)
+    at_once = -(-4 * len(users) // self._every) or 1
+    for number, user in enumerate(users, 1):
       self._rank(user)
+      if number % at_once == 0:
+        yield
 
   def _learn(self, state: _User, distance: int) -> None:
     state.counts[self._bucket(distance)] += 1

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Iterator
 
 
 class Ranking:
-  """Users by key, the smallest first, of equal ones the smallest id. O(log n) for each call."""
+  """Users by key, the smallest first, of equal ones the smallest id.
+
+  A list in order: each call searches it in O(log n) and moves what lies behind, which takes
+  microseconds for ten thousand users and, unlike a heap that is cleared now and then, never more.
+  """
 
   def __init__(self):
     self._key: dict[int, tuple] = {}
     self._pinned: set[int] = set()
-    self._heap: list[tuple[tuple, int]] = []  # what counts: the current key of who is not pinned
+    self._order: list[tuple[tuple, int]] = []  # of who is not pinned
 
   def __len__(self) -> int:
     return len(self._key)
@@ -26,36 +30,38 @@ class Ranking:
   def put(self, user: int, key: tuple) -> None:
     """Takes in a user, or changes its key."""
     if self._key.get(user) != key:
+      self._take_out(user)
       self._key[user] = key
-      self._push(user)
+      self._put_in(user)
 
   def discard(self, user: int) -> None:
     """Forgets a user, if it is there; it stays pinned."""
+    self._take_out(user)
     self._key.pop(user, None)
 
   def pin(self, user: int) -> None:
     """The user, whether it is there or not, may not go until it is unpinned."""
+    self._take_out(user)
     self._pinned.add(user)
 
   def unpin(self, user: int) -> None:
     """The user may go again."""
-    self._pinned.discard(user)
-    if user in self._key:
-      self._push(user)
+    if user in self._pinned:
+      self._pinned.remove(user)
+      self._put_in(user)
 
   def pop(self) -> int | None:
     """Takes out who goes first; None if nobody may go."""
-    while self._heap:
-      key, user = heapq.heappop(self._heap)
-      if self._key.get(user) == key and user not in self._pinned:
-        del self._key[user]
-        return user
-    return None
+    if not self._order:
+      return None
+    _, user = self._order.pop(0)
+    del self._key[user]
+    return user
 
-  def _push(self, user: int) -> None:
-    if user in self._pinned:
-      return  # it is pushed when it is unpinned
-    heapq.heappush(self._heap, (self._key[user], user))
-    if len(self._heap) > 2 * len(self._key) + 64:  # mostly keys of the past
-      self._heap = [(key, u) for u, key in self._key.items() if u not in self._pinned]
-      heapq.heapify(self._heap)
+  def _put_in(self, user: int) -> None:
+    if user in self._key and user not in self._pinned:
+      bisect.insort(self._order, (self._key[user], user))
+
+  def _take_out(self, user: int) -> None:
+    if user in self._key and user not in self._pinned:
+      del self._order[bisect.bisect_left(self._order, (self._key[user], user))]

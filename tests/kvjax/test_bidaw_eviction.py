@@ -189,7 +189,9 @@ def play(policy, *others, users=25, turns=300, seed=0, signal=True):
   for _ in range(turns):
     user = min(due, key=due.__getitem__)
     now, answer, size = due[user], 2 * rng.randrange(30), rng.randrange(8, 16)
-    turn(policy, user, now, answer, size)
+    policy.arrived(user, now)
+    policy.refresh()  # the tables as of now, not in slices
+    policy.answered(user, now, answer, size)
     for other in others:
       other.turn(user, answer, size)
     due[user] = now + think(rng, answer, signal)

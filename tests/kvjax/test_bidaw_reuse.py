@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def distance_by_definition(users: list[int], sizes: dict[int, int]) -> int | Non
 @settings(max_examples=60, deadline=None)
 @given(accesses=ACCESSES)
 def test_distances_are_those_of_the_definition(accesses):
-  """Ninety accesses of seven users: places in the tree are given anew once."""
+  """Ninety accesses of seven users."""
   reuse, users, sizes = ReuseDistances(10**9), [], {}
   for user, size in accesses:
     users.append(user)
@@ -64,8 +65,27 @@ def test_memory_does_not_grow_with_accesses():
   for place in range(5000):
     reuse.access(place % 10)
     reuse.resize(place % 10, 1)
-  assert len(reuse._tree) < 200
+  assert len(reuse._bytes) < 10_000
   assert reuse.access(0) == 9
+
+
+@pytest.mark.parametrize("most", [64, 1 << 20])
+def test_blocks_come_round(monkeypatch, most):
+  """Small blocks and a short ring, which grows until it may not; then the oldest are dropped."""
+  for name, value in (("_BLOCK", 4), ("_BLOCKS", 2), ("_MOST", most)):
+    monkeypatch.setattr(f"kvjax.bidaw.reuse.{name}", value)
+  rng, reuse, users, sizes, last = random.Random(0), ReuseDistances(10**9), [], {}, {}
+  for place in range(700):
+    user = rng.choice((rng.randrange(5), rng.randrange(40)))
+    found = reuse.access(user)
+    true = distance_by_definition([*users[-300:], user], sizes)
+    near = place - last.get(user, -1000) < min(most - 8, 300)
+    assert found == true if near else found in (None, true) or place - last[user] >= 300
+    users.append(user)
+    last[user] = place
+    sizes[user] = rng.randrange(1, 9)
+    reuse.resize(user, sizes[user])
+  assert len(reuse._bytes) == 64 if most == 64 else len(reuse._bytes) > 64
 
 
 def belady_by_definition(accesses: list[Access], capacity: int) -> list[bool | None]:

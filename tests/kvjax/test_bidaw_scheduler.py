@@ -251,8 +251,8 @@ class Fake:
   def fits(self, request):
     return self.placement.where(request.user) in (Where.HOST, Where.NOWHERE, Where.TOO_LARGE)
 
-  def start(self, slot, prompt):
-    (user,) = prompt
+  def start(self, slot, request):
+    user = request.user
     assert user not in self.running.values() and self.placement.pinned(user)
     assert self.placement.where(user) in (Where.HOST, Where.NOWHERE)
     self.running[slot] = user
