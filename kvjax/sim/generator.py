@@ -11,8 +11,9 @@ with a median of 18 and a 90th percentile of 45, questions of 35 tokens (median 
 (median 38), gaps of 49 s (median 43) whose part beyond 0.6 s a token has a median of 14 s and a
 95th percentile of 60 s whatever the answer's length.
 
-CONTROL is ShareGPT as serving benchmarks use it: 5.7 turns, questions of 161 and answers of 338
-tokens, and the gaps are those of a Poisson process, without think time.
+CONTROL is like ShareGPT, with 5.7 turns. Its questions of 161 and answers of 338 tokens are our
+choice, of the size that serving benchmarks have; we found no source to cite. Gaps are those of a Poisson
+process, without think time.
 """
 
 from __future__ import annotations

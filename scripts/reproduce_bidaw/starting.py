@@ -15,13 +15,19 @@ from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
 from kvjax.sim.traces import read_trace
 from kvjax.sim.workloads import Workload, sample_users, users_per_minute
 from models import abstract
-from scripts.reproduce_bidaw import correlation, trace
+from scripts.reproduce_bidaw import ablation, correlation, latency, miss_rate, trace
 from scripts.reproduce_bidaw.case import Case
 from scripts.reproducing import Item, Paper, Started
 
 flags.disclaim_key_flags()  # those defined here belong to the command
 
-ITEMS: dict[str, Item] = {"trace": trace.ITEM, "correlation": correlation.ITEM}
+COUNTED: dict[str, Item] = {"trace": trace.ITEM, "correlation": correlation.ITEM}
+SERVED: dict[str, Item] = {
+  "latency": latency.ITEM,
+  "miss_rate": miss_rate.ITEM,
+  "ablation": ablation.ITEM,
+}
+ITEMS = COUNTED | SERVED
 MADE = {profile.name: profile for profile in (INTERACTIVE, CONTROL)}
 
 
@@ -29,12 +35,15 @@ class Size(NamedTuple):
   """What a flag that is not given means."""
 
   model: str
-  users: int
+  users: int | None
   rates: tuple[str, ...]
+  minutes: float = 0.0  # of arrivals, where there is no number of users
 
 
 FULL = Size("random:opt-13b", 6000, ("10", "20", "30"))
 SMALL = Size("random:opt-13b", 300, ("10",))
+FULL_SERVED = Size("random:opt-13b", None, ("10", "15", "20", "25", "30"), 75.0)
+SMALL_SERVED = Size("random:opt-13b", None, ("10", "25"), 3.0)
 
 
 def define_flags() -> None:
@@ -64,7 +73,8 @@ def start(args: flags.FlagValues, name: str) -> Started:
     ValueError: a flag that is not legal, or a file that is no trace.
     OSError: there is no such file.
   """
-  size = SMALL if args.small else FULL
+  sizes = (FULL_SERVED, SMALL_SERVED) if name in SERVED else (FULL, SMALL)
+  size = sizes[args.small]
   source = args.model if args["model"].present else size.model
   model, _ = abstract(source)
   shape = source.removeprefix("random:").rstrip("/").rpartition("/")[2]
@@ -88,9 +98,10 @@ def start(args: flags.FlagValues, name: str) -> Started:
 def _workloads(args: flags.FlagValues, size: Size) -> tuple[tuple[Workload, ...], dict[str, str]]:
   """One for each rate, and the sha256 of the file."""
   if args.trace in MADE:
-    users = args.users or size.users
     rates = _rates(size.rates if args.users_per_minute is None else args.users_per_minute)
-    return tuple(generate(MADE[args.trace], users, rate, args.seed) for rate in rates), {}
+    users = [args.users or size.users or round(size.minutes * rate) for rate in rates]
+    made = zip(users, rates, strict=True)
+    return tuple(generate(MADE[args.trace], count, rate, args.seed) for count, rate in made), {}
   if args.users is not None:
     raise ValueError(f"--users is for what is made; {args.trace} is a file, expected no --users")
   path = Path(args.trace).expanduser()

@@ -20,7 +20,8 @@ from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
 from kvjax.sim.workloads import Turn, from_turns
 from scripts.reproduce_bidaw import correlation, trace
 from scripts.reproduce_bidaw.case import Case, label_of
-from scripts.reproduce_bidaw.starting import ITEMS
+from scripts.reproduce_bidaw.serving import at_rate, sustained
+from scripts.reproduce_bidaw.starting import COUNTED, ITEMS, SERVED
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ModelConfig("opt", 2, 4, 4, 8, 32, 128, 100, 100)  # 2 * 2 * 4 * 8 * 2 = 256 bytes a token
@@ -42,18 +43,45 @@ def made():
   return generate(INTERACTIVE, 150, 10, 0), generate(CONTROL, 800, 30, 0)
 
 
-@pytest.mark.parametrize("name", ITEMS)
+@pytest.mark.parametrize("name", COUNTED)
 def test_an_item(name, made, tmp_path):
+  _check(name, _case(*made, host_bytes=3e6), tmp_path)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_an_item_that_is_served(name, tmp_path):
+  """Two rates, of which the second is too much for the disk of a slow machine."""
+  workloads = [generate(INTERACTIVE, 5 * rate, rate, 0) for rate in (4, 16)]
+  slow = _case(*workloads, host_bytes=2e5)._replace(
+    machine=machine("a800")._replace(disk_bytes_per_s=5e3)
+  )
+  rows = _check(name, slow, tmp_path)
+  assert len(rows) == 2 * len(
+    {(row.get("system"), row.get("eviction"), row.get("kept")) for row in rows}
+  )
+
+
+def _check(name, case, tmp_path):
   item = ITEMS[name]
-  for row in item.run(_case(*made, host_bytes=3e6)):
+  for row in item.run(case):
     append_row(tmp_path, row)
   rows = read_rows(tmp_path)
   assert table(rows, item.columns).count("\n") == len(rows) + 1
   assert all(row[column] is not None for row in rows for column in item.columns)
-  assert all(row["simulated"] is (name == "trace") for row in rows)
+  assert all(row["simulated"] is (name != "correlation") for row in rows)
   item.plot(rows, "a $title", tmp_path / "plot.png")
   assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
   assert all(one.paper and one.ours and one.reason for one in item.compare(rows))
+  return rows
+
+
+def test_rates_and_latencies_by_hand():
+  """From 1 to 100 s between 10 and 20 users a minute: 10 s in the middle, 5 s before it."""
+  rate, text = sustained([10, 20], [1.0, 100.0])
+  assert rate == pytest.approx(10 + 5 * math.log10(5)) and text == f"{rate:.3g}"
+  assert at_rate([10, 20], [1.0, 100.0], 15) == pytest.approx(10)
+  assert sustained([10, 20], [1.0, 2.0]) == (20, "20 or more")
+  assert sustained([10, 20], [6.0, 7.0]) == (10, "under 10")
 
 
 def test_a_trace_by_hand():

@@ -1,0 +1,164 @@
+"""Serves a case's workload with a system in virtual time, and makes a row of it. All simulated.
+
+Turns arrive as the workload says, whether or not those before were answered, until no conversation
+begins any more; the last 40 % of that time are measured.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eval.results import Row
+from kvjax.engine.requests import Finished, Outcome
+from kvjax.sim.systems import SYSTEMS, Setup, System
+from kvjax.sim.workloads import Workload, requests
+from scripts.reproduce_bidaw.case import Case, row_of
+
+MEASURED_FROM = 0.6  # of the time in which conversations begin: before, memory and queues fill
+SUSTAINED_S = 5.0  # most that the mean latency of a rate that is sustained may be [ours]
+PERCENTILES = (50, 90, 95, 99)
+
+
+class Turns(NamedTuple):
+  """Turns that were measured, as columns: f64[N] seconds, i64[N] users."""
+
+  user: np.ndarray
+  latency_s: np.ndarray
+  ttft_s: np.ndarray
+  queueing_s: np.ndarray
+
+
+class Counted(NamedTuple):
+  """What a system has counted at some time."""
+
+  hits: int
+  misses: int
+  read_bytes: int
+  written_bytes: int
+  rewritten_bytes: int
+
+
+def run(case: Case, workload: Workload, name: str, item: str) -> Row:
+  """A row of one system on one workload; the same arguments make the same one, and once only."""
+  return _run(case, workload, name) | {"task": f"bidaw_{item}"}
+
+
+@functools.lru_cache(maxsize=64)
+def _run(case: Case, workload: Workload, name: str) -> Row:
+  end = float(workload.arrival_s[workload.previous < 0][-1])
+  begin = MEASURED_FROM * end
+  system = System(SYSTEMS[name], Setup(case.config, case.machine, int(case.host_bytes)))
+  columns, before, after, failed = [], _count(system), _count(system), 0
+  asked = requests(workload, case.config.max_tokens)
+  for one in system.serve(itertools.takewhile(lambda one: one.arrival_s <= end, asked)):
+    if one.ended_s <= begin:
+      before = _count(system)
+    if one.ended_s <= end:
+      after = _count(system)
+    failed += one.outcome is not Outcome.DONE
+    if one.outcome is Outcome.DONE and one.request.arrival_s >= begin:
+      columns.append(_times(one))
+  if not columns:
+    raise ValueError(f"{workload.name} is too short: no turn arrives in what is measured of it")
+  turns = Turns(*map(np.array, zip(*columns, strict=True)))
+  counted = Counted(*(late - early for late, early in zip(after, before, strict=True)))
+  return row_of(case, "serving", workload, system=name, failed=failed, **_fields(turns)) | {
+    "policy": f"bidaw_{name}",
+    "simulated": True,
+    "device": case.machine.name,
+    "miss_ratio": counted.misses / max(1, counted.hits + counted.misses),
+    "measured_s": end - begin,
+    "ssd_read_bytes": counted.read_bytes,
+    "ssd_written_bytes": counted.written_bytes,
+    "ssd_rewriting_amplification": counted.rewritten_bytes / max(1, counted.written_bytes),
+  }
+
+
+def _times(one: Finished) -> tuple[int, float, float, float]:
+  assert one.ttft_s is not None and one.queueing_s is not None
+  request = one.request
+  return request.user, one.ended_s - request.arrival_s, one.ttft_s, one.queueing_s
+
+
+def _count(system: System) -> Counted:
+  placement = system.placement
+  return Counted(
+    placement.hits,
+    placement.misses,
+    system.disk.read_bytes,
+    system.written_bytes,
+    system.rewritten_bytes,
+  )
+
+
+def _fields(turns: Turns) -> Row:
+  """Fairness is Jain's index of the users' mean latencies: 1 if all wait equally long."""
+  _, place = np.unique(turns.user, return_inverse=True)
+  means = np.bincount(place, turns.latency_s) / np.bincount(place)
+  return {
+    "measured": len(turns.user),
+    "mean_latency_s": float(turns.latency_s.mean()),
+    "mean_ttft_s": float(turns.ttft_s.mean()),
+    "mean_queueing_s": float(turns.queueing_s.mean()),
+    "fairness": float(means.sum() ** 2 / (len(means) * (means**2).sum())),
+    "queueing_by_share": np.percentile(turns.queueing_s, np.arange(0, 101, 5)).tolist(),
+  } | {f"p{at}_latency_s": float(np.percentile(turns.latency_s, at)) for at in PERCENTILES}
+
+
+def curve(rows: Iterable[Row], name: str) -> tuple[list[float], list[float]]:
+  """Rates and mean latencies of a system, by rate."""
+  points = sorted(
+    (row["users_per_minute"] or 0.0, row["mean_latency_s"]) for row in rows if row["system"] == name
+  )
+  return [rate for rate, _ in points], [seconds for _, seconds in points]
+
+
+def sustained(rates: Sequence[float], seconds: Sequence[float]) -> tuple[float, str]:
+  """The rate at which mean latency reaches the limit, and in words.
+
+  Between two rates its logarithm is taken as linear.
+  """
+  above = next((n for n, one in enumerate(seconds) if one > SUSTAINED_S), None)
+  if above is None:
+    return rates[-1], f"{rates[-1]:.3g} or more"
+  if above == 0:
+    return rates[0], f"under {rates[0]:.3g}"
+  low, high = math.log(seconds[above - 1]), math.log(seconds[above])
+  share = (math.log(SUSTAINED_S) - low) / (high - low)
+  rate = rates[above - 1] + share * (rates[above] - rates[above - 1])
+  return rate, f"{rate:.3g}"
+
+
+def at_rate(rates: Sequence[float], seconds: Sequence[float], rate: float) -> float:
+  """Mean latency at a rate between two, linear in its logarithm; that of the end beyond it."""
+  place = bisect.bisect_left(rates, rate)
+  if place in (0, len(rates)):
+    return seconds[min(place, len(rates) - 1)]
+  share = (rate - rates[place - 1]) / (rates[place] - rates[place - 1])
+  return math.exp((1 - share) * math.log(seconds[place - 1]) + share * math.log(seconds[place]))
+
+
+def every(case: Case, names: Sequence[str], item: str, tell: Callable[[Row], None]) -> list[Row]:
+  """A row of each system at each rate."""
+  rows = []
+  for workload in case.workloads:
+    for name in names:
+      rows.append(run(case, workload, name, item))
+      tell(rows[-1])
+  return rows
+
+
+def tell(row: Row) -> None:
+  """One line, since a run takes a while."""
+  print(
+    f"{row['users_per_minute'] or 0:.3g} users a minute, {row['system']}: "
+    f"{row['mean_latency_s']:.2f} s, {row['miss_ratio']:.2f} misses",
+    flush=True,
+  )
