@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from kvjax.bidaw.conversations import Placement
+from kvjax.bidaw.conversations import Placement, Where
 from kvjax.bidaw.disk import Disk
 from kvjax.bidaw.ready import MOST_PASSED, Request
 from kvjax.bidaw.scheduler import DualQueue
@@ -61,13 +61,16 @@ class InOrder[R: Request](DualQueue[R]):
     assert user is not None
     size, turn = self._placement.size_bytes(user), _order(self._unread[user])
     while size > self._placement.readable_bytes:
-      last = self._ready.last()
-      if last is None or _order(last) < turn:
+      last = self._ready.last(lambda request: self._in_host(request) and _order(request) > turn)
+      if last is None:
         return None
       self._ready.remove(last.id)
       self._placement.give_up(last.user)
       self._admit(last)
     return user
+
+  def _in_host(self, request: R) -> bool:
+    return self._placement.where(request.user) is Where.HOST
 
   def _first_unread(self) -> R | None:
     while self._unread_heap:

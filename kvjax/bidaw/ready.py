@@ -55,9 +55,9 @@ class Ready[R: Request]:
       heapq.heappop(self._heap)  # it was removed
     return None
 
-  def last(self) -> R | None:
-    """The last, which stays; None if there is none. It takes a look at all of them."""
-    requests = (request for _, request in self._requests.values())
+  def last(self, allowed: Callable[[R], bool]) -> R | None:
+    """The last that is allowed, which stays; None if there is none. It looks at all of them."""
+    requests = [request for _, request in self._requests.values() if allowed(request)]
     return max(requests, key=lambda request: (request.arrival_s, request.id), default=None)
 
   def take(self, fits: Callable[[R], bool], most_passed: int = MOST_PASSED) -> R | None:

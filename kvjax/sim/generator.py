@@ -12,8 +12,8 @@ with a median of 18 and a 90th percentile of 45, questions of 35 tokens (median 
 95th percentile of 60 s whatever the answer's length.
 
 CONTROL is like ShareGPT, with 5.7 turns. Its questions of 161 and answers of 338 tokens are our
-choice, of the size that serving benchmarks have; we found no source to cite. Gaps are those of a Poisson
-process, without think time.
+choice, of the size that serving benchmarks have; we found no source to cite. Gaps are those of a
+Poisson process, without think time.
 """
 
 from __future__ import annotations
