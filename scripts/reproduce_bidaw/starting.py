@@ -42,7 +42,7 @@ class Size(NamedTuple):
 
 FULL = Size("random:opt-13b", 6000, ("10", "20", "30"))
 SMALL = Size("random:opt-13b", 300, ("10",))
-FULL_SERVED = Size("random:opt-13b", None, ("10", "15", "20", "25", "30"), 75.0)
+FULL_SERVED = Size("random:opt-13b", None, ("10", "15", "20", "25", "30"), 60.0)
 SMALL_SERVED = Size("random:opt-13b", None, ("10", "25"), 3.0)
 
 
