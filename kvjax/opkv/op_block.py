@@ -53,7 +53,6 @@ class OpBlockState(flax.struct.PyTreeNode):
     plan: within a step, of the layers that are being served; None between steps.
     group: of each selecting layer, which metadata it has.
     settings: of the plans, but for what follows from the shapes of a device's part (`_settings`).
-    shared: all lists of a layer have one pool.
   """
 
   blocks: tuple[Blocks, ...]
@@ -62,7 +61,6 @@ class OpBlockState(flax.struct.PyTreeNode):
   plan: Plan | None
   group: tuple[int, ...] = flax.struct.field(pytree_node=False)
   settings: Settings = flax.struct.field(pytree_node=False)
-  shared: bool = flax.struct.field(pytree_node=False)
 
 
 class Ticket(NamedTuple):
@@ -110,7 +108,7 @@ def op_block(
   """
   if slack < 1:
     raise ValueError(f"slack {slack} must be at least 1: a selection must fit the pool")
-  settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse)
+  settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse, shared)
   checked(settings)
   return WHOLE_PAGE._replace(
     name="op_block",
@@ -118,7 +116,7 @@ def op_block(
     fetch=fetch,
     recall=recall,
     release=resident.release,
-    seal=partial(seal, settings=settings, slack=slack, shared=shared),
+    seal=partial(seal, settings=settings, slack=slack),
     insert=insert if shared else None,
     free=free,
   )
@@ -132,13 +130,12 @@ def seal(
   *,
   settings: Settings,
   slack: float,
-  shared: bool,
 ) -> KVCache:
   """The cache with its pages on the host only; no OP blocks yet, the newest page of each list."""
   cache = resident.seal(cache, policy, cache_config, layer_plan)
   rows, b, heads, p = cache.table.shape
   _, c, d = cache.pools.keys.shape
-  lists, budget = b * heads, min(policy.budget_tokens or p * c, p * c)
+  shared, lists, budget = settings.shared, b * heads, min(policy.budget_tokens or p * c, p * c)
   most = -(-budget // c)
   n = max(lists * most, int(slack * lists * most))
   # More of half empty blocks would take from other lists what they need.
@@ -157,7 +154,7 @@ def seal(
   pools = tuple(Pools(*map(before, newest_pages(cache, row))) for row in range(rows))
   make, size = (no_blocks, n) if shared else (no_blocks_apart, width)
   blocks = tuple(make(size, c, settings.order, lists, p * c) for _ in {*group})
-  state = OpBlockState(blocks, pools, no_traffic(b, heads), None, group, settings, shared)
+  state = OpBlockState(blocks, pools, no_traffic(b, heads), None, group, settings)
   return cache.replace(pools=None, store_state=state)
 
 
@@ -233,13 +230,13 @@ def ordered_pages(state: OpBlockState) -> jax.Array:
   """i32[X]: where the ordered pages are in a layer's pool."""
   n, lists = state.blocks[0].owner.shape[0], _lists(state)
   x = jnp.arange(lists, dtype=jnp.int32)
-  return n + x if state.shared else (x + 1) * (n // lists) + x
+  return n + x if state.settings.shared else (x + 1) * (n // lists) + x
 
 
 def in_pool(state: OpBlockState, slots: jax.Array) -> jax.Array:
   """Slots b*C + i of OP blocks, as slots of a layer's pool, where ordered pages may lie between."""
   n, c = state.blocks[0].tokens.shape
-  return slots if state.shared else slots + slots // (n // _lists(state) * c) * c
+  return slots if state.settings.shared else slots + slots // (n // _lists(state) * c) * c
 
 
 def _lists(state: OpBlockState) -> int:
@@ -250,14 +247,14 @@ def _lists(state: OpBlockState) -> int:
 def _settings(state: OpBlockState, heads: int) -> Settings:
   """With the blocks that a list may read, its even share of the pool, and the K lists of a row."""
   width = -(-state.blocks[0].owner.shape[0] // _lists(state))
-  return state.settings._replace(width=width, heads=heads, shared=state.shared)
+  return state.settings._replace(width=width, heads=heads)
 
 
 def _ticket(state: OpBlockState, step: Plan, selected, ordered) -> Ticket:
   _, within, there = ordered
   if state.settings.strict:
     there &= jnp.take_along_axis(selected, within, axis=1, mode="clip")
-  if state.shared:
+  if state.settings.shared:
     pages = jnp.concatenate([step.attended, ordered_pages(state)[:, None]], axis=1)
     positions = step.blocks.tokens.at[step.attended].get(mode="clip")
     mask = step.mask
