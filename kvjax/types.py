@@ -282,7 +282,8 @@ class Store(NamedTuple):
       of its arrays lie one after another, so that the engine can do it.
     free: `free(state, ended bool[B]) -> state`: gives up what rows hold of what rows share. None
       where they share nothing.
-    splits_heads: what a device of a mesh keeps is the same for any part of the heads.
+    tiers_heads: where `on_host`, the pages of heads that stay on the device (`LayerPlan.on_device`)
+      are not there. As these differ from head to head, devices of a mesh cannot each have a part.
   """
 
   name: str
@@ -298,4 +299,4 @@ class Store(NamedTuple):
   seal: Callable[..., State]
   insert: Callable[[State, State, jax.Array], State] | None = None
   free: Callable[[State, jax.Array], State] | None = None
-  splits_heads: bool = True
+  tiers_heads: bool = False

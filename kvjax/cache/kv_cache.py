@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache import host
 from kvjax.cache.contiguous import Contiguous, zeros
@@ -32,8 +34,9 @@ class KVCache(flax.struct.PyTreeNode):
     overflow: u32[B], bits that say what did not fit; whoever drives the steps must look.
     policy_state: whatever the policy keeps.
     store_state: whatever the store keeps.
-    host: `Pools` in pinned host memory with every page of the layers that select, for stores that
-      want it; the table's page ids are theirs too.
+    host: `Pools` in pinned host memory with the pages of the layers that select, for stores that
+      want it; the table's page ids are theirs too, but those of heads that stay on the device
+      (`Store.tiers_heads`), which lie behind their end.
   """
 
   contiguous: tuple[Contiguous | None, ...]
@@ -53,6 +56,7 @@ def allocate(
   policy_state: State = (),
   *,
   on_host: bool = False,
+  stay: Sequence[Sequence[int]] = (),
 ) -> KVCache:
   """An empty cache in which every row owns all the pages that it can ever need at once.
 
@@ -64,13 +68,15 @@ def allocate(
     plan: which layers are contiguous and which are paged.
     policy_state: what `Policy.register` gave.
     on_host: the pages of selecting layers exist in host memory too.
+    stay: of each selecting layer, KV heads whose pages do not; () for none.
   """
   rows = len(plan.select_layers)
   b, k, p = cache.batch_size, model.num_kv_heads, cache.pages_per_row
   c, d = cache.page_size, model.head_dim
   owned = -(-cache.slots_per_row // c)  # pages of a row, fewer than P where they form a ring
   num_pages = rows * b * k * owned
-  firsts = jnp.arange(0, num_pages, owned, dtype=jnp.int32).reshape(rows, b, k, 1)
+  order, away = _order(rows, b, k, stay)
+  firsts = jnp.asarray(order * owned, jnp.int32)[..., None]
   shape = num_pages, c, d
   pools = Pools(*(jnp.zeros(shape, cache.dtype) for _ in range(2)))
   return KVCache(
@@ -81,5 +87,16 @@ def allocate(
     overflow=jnp.zeros(b, jnp.uint32),
     policy_state=policy_state,
     store_state=(),
-    host=host.empty(shape, cache.dtype) if rows and on_host else None,
+    # One page at least, as a copy of no page at all must have one that it could name.
+    host=host.empty((max(1, away * owned), c, d), cache.dtype) if rows and on_host else None,
   )
+
+
+def _order(rows: int, b: int, k: int, stay: Sequence[Sequence[int]]) -> tuple[np.ndarray, int]:
+  """i[rows, B, K], the place of each list among all of them, those that stay behind the others; and
+  how many those are. So an id that is no page of the host pools is one of a list that stays."""
+  stays = np.zeros((rows, b, k), bool)
+  for row, heads in enumerate(stay):
+    stays[row, :, list(heads)] = True
+  place = np.argsort(np.argsort(stays, axis=None, kind="stable"), kind="stable")
+  return place.reshape(stays.shape), int((~stays).sum())

@@ -75,8 +75,10 @@ def _with_pages(runner: Runner, cache: KVCache, pages: Pools, table, length, slo
   there = (place < used) & (table[:, 0] < pages.num_pages)
   if runner.decode_config.ring_tokens is not None and not runner.store.drops:
     there &= place >= used - runner.decode_config.slots_per_row // c
-  order, count = places(there.reshape(-1), there.size), there.sum(dtype=jnp.int32)
   theirs = lax.dynamic_index_in_dim(cache.table, slot, axis=1, keepdims=False)
+  if cache.host is not None:  # which has no pages of heads that stay on the device
+    there &= theirs < cache.host.num_pages
+  order, count = places(there.reshape(-1), there.size), there.sum(dtype=jnp.int32)
   source, target = (ids.reshape(-1).at[order].get(mode="clip") for ids in (table[:, 0], theirs))
   moves = source, target, count
   if cache.host is None:

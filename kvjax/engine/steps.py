@@ -94,7 +94,7 @@ def prepare(
         f"policy {policy.name!r} joins the heads of a layer, which a mesh with model="
         f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
       )
-    if not chosen.splits_heads and mesh.shape[sharded.MODEL] > 1:
+    if chosen.tiers_heads and mesh.shape[sharded.MODEL] > 1:
       raise ValueError(
         f"store {chosen.name!r} places each head of a layer by itself, which a mesh with model="
         f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
@@ -231,8 +231,15 @@ def _on_mesh(step: Callable, takes: tuple[str, ...], gives: Any, *, first: int =
 
 def _empty(runner: Runner) -> KVCache:
   state = runner.policy.register(runner.model.config, runner.prefill_config)[1]
-  config, on_host = runner.prefill_config, runner.store.on_host
-  return allocate(runner.model.config, config, runner.plan, state, on_host=on_host)
+  store, plan = runner.store, runner.plan
+  return allocate(
+    runner.model.config,
+    runner.prefill_config,
+    plan,
+    state,
+    on_host=store.on_host,
+    stay=plan.on_device if store.on_host and store.tiers_heads else (),
+  )
 
 
 def empty_cache(runner: Runner) -> KVCache:

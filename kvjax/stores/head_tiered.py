@@ -15,9 +15,8 @@ through to the host at once, so that to give up a page is to forget where it was
 Where the original (a fork of vLLM) differs: it ranks before it drops, so that what its first step
 selects has never left; here the newest pages are on the device after prefill, and the first step
 brings back what it wants (it is counted as what any other step moves). It writes pages to the host
-when they are full, not token by token. Its unstable heads have no host pages; here the host pools
-are as for any store, all heads' (`CacheBytes.host` counts them), and unstable heads use them in
-prefill only. A row whose pages are on their way sits out a step there; here the step waits.
+when they are full, not token by token. A row whose pages are on their way sits out a step there;
+here the step waits.
 """
 
 from __future__ import annotations
@@ -308,5 +307,5 @@ HEAD_TIERED = WHOLE_PAGE._replace(
   release=resident.release,
   seal=seal,
   insert=insert,
-  splits_heads=False,  # which heads stay is static, and differs from head to head
+  tiers_heads=True,
 )
