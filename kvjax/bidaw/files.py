@@ -238,10 +238,11 @@ class HistoryFiles:
 
   def _recover_one(self, user: int, folder: Path) -> None:
     pieces, behind, notes = self._listed(user, folder)
-    known, dropped = [], []
+    known: list[np.ndarray] = []
+    dropped: list[Piece] = []
 
     def good(piece: Piece) -> bool:
-      tokens, error = self._look(user, piece, max(known, key=len, default=None))
+      tokens, error = self._look(user, piece, _longest(known) if known else None)
       known.extend([] if tokens is None else [tokens])
       if error is not None:
         self._fault(user, _kind(error), f"{piece.name}: {error}")
@@ -256,7 +257,7 @@ class HistoryFiles:
     while pieces and not good(pieces[-1]):
       pieces.pop()
     if known:
-      self._pieces[user], self.found[user] = pieces, max(known, key=len)
+      self._pieces[user], self.found[user] = pieces, _longest(known)
     if known and dropped:
       self.append(user, self.found[user], self._no_tokens())
     self._unlink(user, [piece for piece in dropped if piece not in self._notes[user]])
@@ -318,6 +319,10 @@ def open_store(folder: Path) -> Any:
 
 def _key(user: int, piece: Piece) -> str:
   return f"{user}/{piece.name}"
+
+
+def _longest(known: list[np.ndarray]) -> np.ndarray:
+  return known[np.argmax([len(tokens) for tokens in known])]
 
 
 def _kind(error: Exception) -> Kind:

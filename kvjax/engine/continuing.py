@@ -12,6 +12,7 @@ Only layers that keep everything in order can take back what they had: those of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,9 @@ def kv_of(runner: Runner, cache: KVCache, slot: int, first: int, end: int) -> li
     f[S, L, 2, K, D] each, S the runner's chunk_tokens; what is beyond end means nothing.
   """
   starts = range(first, end, runner.chunk_tokens)
-  blocks = [take_kv(runner, cache, np.int32(slot), np.int32(start)) for start in starts]
+  blocks: list[jax.Array] = [
+    take_kv(runner, cache, np.int32(slot), np.int32(start)) for start in starts
+  ]
   for block in blocks:
     block.copy_to_host_async()
   return blocks
@@ -91,9 +94,15 @@ def _blocks(chunks: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
   return list(whole.reshape(-1, size, *shape))
 
 
+def _layers(cache: KVCache) -> list[Contiguous]:
+  """All of them: none selects, as `check_continues` has seen."""
+  return [layer for layer in cache.contiguous if layer is not None]
+
+
 def _read_layer(layer: Contiguous, slot: jax.Array, start: jax.Array, size: int):
   """Keys and values f[S, K, D] of size positions of a row; zeros beyond the capacity."""
-  keys = values = None
+  keys: Any = None
+  values: Any = None
   offset = 0
   for k, v in zip(layer.keys, layer.values, strict=True):
     length = v.shape[2]
@@ -110,7 +119,7 @@ def _read_layer(layer: Contiguous, slot: jax.Array, start: jax.Array, size: int)
 
 
 def _take_kv(runner: Runner, cache: KVCache, slot: jax.Array, start: jax.Array) -> jax.Array:
-  layers = [_read_layer(layer, slot, start, runner.chunk_tokens) for layer in cache.contiguous]
+  layers = [_read_layer(layer, slot, start, runner.chunk_tokens) for layer in _layers(cache)]
   return jnp.stack([jnp.stack(pair, axis=1) for pair in layers], axis=1)
 
 
@@ -119,7 +128,7 @@ def _put_kv(runner: Runner, cache: KVCache, kv: jax.Array, start: jax.Array, hel
   valid = (start + jnp.arange(kv.shape[0], dtype=jnp.int32) < held)[None]
   layers = tuple(
     append_chunk(layer, kv[None, :, i, 0], kv[None, :, i, 1], start, valid)
-    for i, layer in enumerate(cache.contiguous)
+    for i, layer in enumerate(_layers(cache))
   )
   return cache.replace(contiguous=layers)
 
@@ -140,7 +149,7 @@ def _continue_chunk(
   def forward(params, tokens, positions, cache, attend):
     def attend_to_old(layer, q, k, v, cache, hidden):
       q, k = model.rotate(q, positions), model.rotate(k, positions)
-      old_k, old_v = _read_layer(cache.contiguous[layer], jnp.int32(0), start, size)
+      old_k, old_v = _read_layer(_layers(cache)[layer], jnp.int32(0), start, size)
       k = jnp.where(old, old_k[None].astype(k.dtype), k)
       v = jnp.where(old, old_v[None].astype(v.dtype), v)
       return attend(layer, q, k, v, cache, hidden)

@@ -123,9 +123,8 @@ class ConversationBackend(JaxBackend):
 
   def warm_up(self) -> None:
     """Compiles all that turns need; before any has a slot."""
-    kv = np.zeros(
-      (1, *self.histories.files.stamp.token_shape), self.cache.contiguous[0].keys[0].dtype
-    )
+    stamp = self.histories.files.stamp
+    kv = np.zeros((1, *stamp.token_shape), stamp.numpy_dtype)
     self._admit(0, [0, 0], [kv])
     self.step({})
     for block in kv_of(self._runner, self.cache, 0, 0, 1):
