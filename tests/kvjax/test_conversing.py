@@ -297,7 +297,6 @@ def test_after_warming_up_nothing_compiles(stand, caplog):
   served = stand()
   served.backend.warm_up()
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
-    first_turns(served, 0)
     served.turns([(1, PROMPTS[2])])
     served.queue_anew()
     (ended,) = served.turns([(1, PROMPTS[4])]).values()
