@@ -137,7 +137,7 @@ def fetch(
   if state.tiered[row]:
     moved, cache = _bring(cache, row, wanted, lengths)
     moved = jnp.zeros_like(wanted).at[:, np.array(state.tiered[row])].set(moved)
-    counts |= {"moved": moved * cache.host.page_size}
+    counts |= {"moved": moved.astype(jnp.int32) * cache.host.page_size}
   counts = {name: x.reshape(b, heads, -1).sum(axis=2) for name, x in counts.items()}
   traffic = add(state.traffic, **counts)
   return selection, cache.replace(store_state=cache.store_state.replace(traffic=traffic))
