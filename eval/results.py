@@ -2,6 +2,7 @@
 
 Commands that ask a model keep every answer too, in predictions.jsonl (`eval.predictions`), and
 those that measure likelihoods what each text or request gave, in measured.jsonl (`eval.lines`).
+`eval.run_serving` keeps its turns in turns.jsonl.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from models import Loaded
 Row = dict[str, Any]
 
 RESULTS, MANIFEST, PREDICTIONS = "results.jsonl", "manifest.json", "predictions.jsonl"
-LINES = "measured.jsonl"
-_KEPT = (RESULTS, "predictions*.jsonl", LINES)  # what makes a folder worth keeping
+LINES, TURNS = "measured.jsonl", "turns.jsonl"
+_KEPT = (RESULTS, "predictions*.jsonl", LINES, TURNS)  # what makes a folder worth keeping
 # Seconds and bytes; the percentiles of a quantity are fields of their own. device_kv_bytes are the
 # keys and values that stay on the device while decoding, peak_kv_bytes the most at any time, and
 # metadata_bytes what lies beside them: page tables, page bounds, lengths.

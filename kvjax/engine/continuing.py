@@ -158,7 +158,7 @@ def _continue_chunk(
 
   turned = model._replace(forward=forward, rotate=lambda x, positions: x)
   cache = cache.replace(lengths=jnp.full_like(cache.lengths, start))
-  return steps._prefill(runner._replace(model=turned), params, cache, last, tokens, counts, start)
+  return steps.read_chunk(runner._replace(model=turned), params, cache, last, tokens, counts, start)
 
 
 take_kv = jax.jit(_take_kv, static_argnums=0)

@@ -31,7 +31,7 @@ from kvjax.engine.clock import Clock
 from kvjax.engine.continuing import check_continues, fill_from, kv_of
 from kvjax.engine.requests import Finished, Outcome, Request
 from kvjax.engine.sampling import Sampling
-from kvjax.engine.serving import Made, Server
+from kvjax.engine.serving import Made, serve
 from kvjax.engine.sharded import to_host
 from kvjax.engine.slots import admit
 from kvjax.engine.steps import Runner
@@ -225,24 +225,9 @@ def converse(
     queue: says who is next; its disk is the backend's histories, which its placement evicts from.
     queue_limit: most turns that may wait while no slot is free; None for any number.
   """
-  server = Server(backend, clock, queue, queue_limit=queue_limit)
-  coming = iter(turns)
-  following = next(coming, None)
-  while following is not None or server.busy:
-    while following is not None and following.arrival_s <= clock.now():
-      server.submit(following)
-      following = next(coming, None)
-    queue.poll(clock.now())
-    worked = server.step()
-    for finished in server.take_ended():
-      _end(finished, backend, queue)
-      yield finished
-    if not worked and (following is not None or server.busy):
-      events = [server.wakes_at(), None if following is None else following.arrival_s]
-      times = [when for when in events if when is not None]
-      if not times:
-        raise RuntimeError("turns wait, all slots are free, and the queue starts none")
-      clock.wait_until(min(times))
+  for finished in serve(turns, backend, clock, queue, queue_limit=queue_limit):
+    _end(finished, backend, queue)
+    yield finished
 
 
 def _end(finished: Finished, backend: ConversationBackend, queue: DualQueue[Request]) -> None:

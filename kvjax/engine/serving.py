@@ -103,7 +103,8 @@ class Scheduler(Protocol):
       None for nobody.
     drop: `drop(request)`: it does not wait any more.
     wakes_at: `wakes_at(now)`: when `next` may have somebody, or something else is to be seen to,
-      though nothing arrives or ends; None if never.
+      though nothing arrives or ends; None if never. It is asked at least once a step, so that a
+      scheduler can look after what goes on beside, as a disk.
     len: how many wait.
   """
 
@@ -255,11 +256,13 @@ class Server:
       self._start(self._live[request.id])
     if not self._running:
       return False
-    if self._skipping is None or until_s is None or not self._skip(self._skipping, until_s):
+    wakes_at = self.wakes_at()  # asked in every step: with no free slot `next` was not
+    backend = self._skipping
+    if backend is None or until_s is None or not self._skip(backend, until_s, wakes_at):
       self._decode()
     return True
 
-  def _skip(self, backend: Skipping, until_s: float) -> bool:
+  def _skip(self, backend: Skipping, until_s: float, wakes_at: float | None) -> bool:
     """False if somebody is fed again what it had made, which is not the same for all."""
     most = 1 << 62
     for live in self._running.values():
@@ -267,9 +270,8 @@ class Server:
       if live.fed + 1 != made:
         return False
       most = min(most, live.request.max_new_tokens - made)
-    now, wakes_at = self._clock.now(), self.wakes_at()
     until_s = until_s if wakes_at is None else min(until_s, wakes_at)
-    steps, token, seconds = backend.skip(most, until_s - now)
+    steps, token, seconds = backend.skip(most, until_s - self._clock.now())
     self._clock.spend(seconds)
     tokens = [token] * steps
     for live in self._running.values():

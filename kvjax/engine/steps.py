@@ -248,7 +248,7 @@ def empty_cache(runner: Runner) -> KVCache:
   return _compiled_empty(runner)
 
 
-def _prefill(
+def read_chunk(
   runner: Runner,
   params: Params,
   cache: KVCache,
@@ -257,6 +257,7 @@ def _prefill(
   counts: jax.Array,
   start: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
+  """`prefill_chunk` before it is jitted, for steps that do more than that."""
   s = tokens.shape[1]
   offsets = jnp.arange(s, dtype=jnp.int32)[None]
   positions = jnp.broadcast_to(start + offsets, tokens.shape)
@@ -346,7 +347,7 @@ def _selected_pages(runner, params, cache, tokens):
 _compiled_empty = jax.jit(_on_mesh(_empty, (), "prefill"), static_argnums=0)
 
 prefill_chunk = jax.jit(
-  _on_mesh(_prefill, ("params", "prefill", "rows", "rows", "rows", "same"), ("rows", "prefill")),
+  _on_mesh(read_chunk, ("params", "prefill", "rows", "rows", "rows", "same"), ("rows", "prefill")),
   static_argnums=0,
   donate_argnums=2,
 )

@@ -55,11 +55,13 @@ class Setup(NamedTuple):
     config: the model's shape.
     machine: from `hardware`; its disk is the one that is read.
     host_bytes: of host memory for histories.
+    slots: turns that are decoded at once, at most.
   """
 
   config: ModelConfig
   machine: Machine
   host_bytes: int
+  slots: int = SLOTS
 
 
 class Design(NamedTuple):
@@ -156,7 +158,9 @@ class System:
     host_bytes = WITHOUT_END if design.without_end else setup.host_bytes
     self.placement = Placement(host_bytes, design.eviction(host_bytes))
     self.queue = design.queue(self.placement, self.disk)
-    self.backend = SimBackend(config, machine, SLOTS, self.history, as_activations=activations)
+    self.backend = SimBackend(
+      config, machine, setup.slots, self.history, as_activations=activations
+    )
     self.written_bytes = self.rewritten_bytes = 0
     self._keeps = design.keeps
     self._tokens: dict[int, int] = {}  # user -> of its history, as far as the context reaches

@@ -1,0 +1,303 @@
+"""Conversations served for real: a model, files and the clock of the wall, and what was watched.
+
+    case = Case(loaded, runner, turns, "previous_answer", host_bytes=8_000_000)
+    served = serve(case, folder)
+
+Turns are those of a made workload (`kvjax.sim.generator`), of random tokens: times hang on lengths
+and hardly on values. Time passes faster than in the workload, so that little is much: users come,
+read and think `speed` times as fast, while the model computes as it does.
+
+What the loop does is not changed by being watched: the classes here note when something began and
+ended, in seconds of one clock, and leave the rest to those that they come from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax import Runner
+from kvjax.bidaw import DualQueue, Eviction, Placement, PreviousAnswer, Read, lru
+from kvjax.bidaw.files import Fault, HistoryFiles
+from kvjax.bidaw.tiers import Tiers
+from kvjax.engine.clock import Clock, WallClock
+from kvjax.engine.conversing import ConversationBackend, converse, stamp_of
+from kvjax.engine.requests import Finished, Request
+from kvjax.engine.serving import Made
+from kvjax.sim.workloads import Workload
+from models import Loaded
+
+EVICTIONS: dict[str, Callable[[int], Eviction]] = {
+  "previous_answer": PreviousAnswer,
+  "lru": lambda host_bytes: lru(),
+}
+
+
+class Case(NamedTuple):
+  """What is served, and with what.
+
+  Attributes:
+    loaded: the model.
+    runner: dense on resident; its batch size is the number of slots.
+    turns: by arrival.
+    eviction: one of `EVICTIONS`.
+    host_bytes: of host memory for histories.
+  """
+
+  loaded: Loaded
+  runner: Runner
+  turns: Sequence[Request]
+  eviction: str
+  host_bytes: int
+
+
+class Span(NamedTuple):
+  """When something began and ended, and how many bytes or rows it was of."""
+
+  begin_s: float
+  end_s: float
+  amount: int = 0
+
+  @property
+  def seconds(self) -> float:
+    """From beginning to end."""
+    return self.end_s - self.begin_s
+
+
+class Start(NamedTuple):
+  """A turn that got its slot.
+
+  Attributes:
+    span: while its history was put there and the rest was read.
+    past: tokens of the conversation before it.
+    kept: the first of them, whose keys and values were at hand.
+    prompt: new tokens.
+    from_disk: whether what was at hand was read from disk for this turn.
+  """
+
+  span: Span
+  past: int
+  kept: int
+  prompt: int
+  from_disk: bool
+
+  @property
+  def lost(self) -> int:
+    """Tokens of the history that had keys and values once, as all but the last of an answer do."""
+    return max(0, self.past - 1 - self.kept)
+
+  @property
+  def tier(self) -> str:
+    """Where the history was: host, disk, recomputed (at least in part), or new without one."""
+    if self.past == 0:
+      return "new"
+    if self.lost:
+      return "recomputed"
+    return "disk" if self.from_disk else "host"
+
+
+class Served(NamedTuple):
+  """What came of a run.
+
+  Attributes:
+    finished: turns as they ended.
+    starts: request id -> its start.
+    steps: of rows each.
+    reads: of bytes each, in the threads that read.
+    written_bytes: to disk.
+    sleeps: of the loop while a turn was ready; there should be none.
+    disk_call_s: the longest of the loop's calls of the disk.
+    hits: turns that found their history in host memory when they arrived; misses likewise.
+    misses: those that found it on disk, or on its way.
+    faults: of the disk.
+  """
+
+  finished: Sequence[Finished]
+  starts: dict[int, Start]
+  steps: Sequence[Span]
+  reads: Sequence[Span]
+  written_bytes: int
+  sleeps: Sequence[Span]
+  disk_call_s: float
+  hits: int
+  misses: int
+  faults: Sequence[Fault]
+
+
+class WatchedFiles(HistoryFiles):
+  """Notes its reads."""
+
+  def __init__(self, folder: Path, stamp):
+    super().__init__(folder, stamp)
+    self.reads: list[Span] = []
+
+  def read(self, user: int, tokens: np.ndarray) -> list[np.ndarray]:
+    begin = time.perf_counter()
+    chunks = super().read(user, tokens)
+    num_bytes = sum(chunk.nbytes for chunk in chunks)
+    self.reads.append(Span(begin, time.perf_counter(), num_bytes))
+    return chunks
+
+
+class WatchedTiers(Tiers):
+  """Notes how long the loop's calls take, and whose history was read since its last turn."""
+
+  def __init__(self, files: WatchedFiles):
+    super().__init__(files)
+    self.longest_call_s = 0.0
+    self.fetched: set[int] = set()
+
+  def begin(self, user: int, num_bytes: int, now: float) -> None:
+    self.fetched.add(user)
+    self._timed(super().begin, user, num_bytes, now)
+
+  def ended(self, now: float) -> list[Read]:
+    return self._timed(super().ended, now)
+
+  def wakes_at(self, now: float) -> float | None:
+    return self._timed(super().wakes_at, now)
+
+  def _timed[T](self, call: Callable[..., T], *args) -> T:
+    begin = time.perf_counter()
+    result = call(*args)
+    self.longest_call_s = max(self.longest_call_s, time.perf_counter() - begin)
+    return result
+
+
+class WatchedQueue(DualQueue[Request]):
+  """Tells whether somebody could be served."""
+
+  @property
+  def has_ready(self) -> bool:
+    return len(self._ready) > 0
+
+
+class WatchedClock:
+  """Another clock; notes sleeps while something is true that should not be."""
+
+  def __init__(self, clock: Clock, noted: Callable[[], bool]):
+    self.now, self.spend = clock.now, clock.spend
+    self.sleeps: list[Span] = []
+    self._clock, self._noted = clock, noted
+
+  def wait_until(self, then: float) -> None:
+    noted, begin = self._noted(), time.perf_counter()
+    self._clock.wait_until(then)
+    if noted:
+      self.sleeps.append(Span(begin, time.perf_counter()))
+
+
+class WatchedBackend(ConversationBackend):
+  """Notes what it computes."""
+
+  def __init__(self, runner: Runner, params, histories: WatchedTiers):
+    super().__init__(runner, params, histories)
+    self.warm_up()
+    self.starts: dict[int, Start] = {}
+    self.steps: list[Span] = []
+    self._fetched = histories.fetched
+
+  def start(self, slot: int, request: Request) -> Made:
+    history, begin = self.histories.history(request.user), time.perf_counter()
+    made = super().start(slot, request)
+    span = Span(begin, time.perf_counter(), 1)
+    fetched = request.user in self._fetched
+    self._fetched.discard(request.user)
+    past, kept, prompt = len(history.tokens), history.kv_tokens, len(request.prompt)
+    self.starts[request.id] = Start(span, past, kept, prompt, fetched)
+    return made
+
+  def step(self, tokens) -> Made:
+    begin = time.perf_counter()
+    made = super().step(tokens)
+    if tokens:  # not while warming up
+      self.steps.append(Span(begin, time.perf_counter(), len(tokens)))
+    return made
+
+
+def make_turns(
+  workload: Workload, *, speed: float, most_tokens: int, vocab_size: int, seed: int
+) -> list[Request]:
+  """A workload as turns of random tokens.
+
+  Args:
+    workload: conversations.
+    speed: how many times as fast time passes.
+    most_tokens: of a conversation, which ends before the turn that would exceed them.
+    vocab_size: of the model.
+    seed: of the tokens.
+
+  Raises:
+    ValueError: no turn is left.
+  """
+  rng = np.random.default_rng(seed)
+  kept = [
+    turn
+    for turn in workload
+    if turn.history_tokens + turn.query_tokens + max(1, turn.answer_tokens) <= most_tokens
+  ]
+  if not kept:
+    raise ValueError(
+      f"no turn of {len(workload)} fits into {most_tokens} tokens; give a row more of them"
+    )
+  turns = []
+  for id, turn in enumerate(kept):
+    prompt = tuple(rng.integers(0, vocab_size, turn.query_tokens).tolist())
+    new, arrival_s = max(1, turn.answer_tokens), turn.arrival_s / speed
+    turns.append(Request(id, prompt, new, user=turn.user, arrival_s=arrival_s))
+  return turns
+
+
+def serve(
+  case: Case,
+  folder: Path,
+  tell: Callable[[Finished], None] = lambda one: None,
+  *,
+  clock: Callable[[], Clock] = WallClock,
+) -> Served:
+  """Serves all turns; what compiles does so before time begins.
+
+  Args:
+    case: what is served.
+    folder: for histories; there are none yet.
+    tell: is called as each turn ends, in the loop.
+    clock: makes the clock; only in tests another than that of the wall.
+
+  Raises:
+    ValueError: the folder has histories of this model already, or another process has it.
+  """
+  files = WatchedFiles(folder, stamp_of(case.runner))
+  if files.found:
+    files.close()
+    raise ValueError(
+      f"{folder} has histories of {len(files.found)} users already, which would go on; give an "
+      "empty folder"
+    )
+  tiers = WatchedTiers(files)
+  finished = []
+  try:
+    backend = WatchedBackend(case.runner, case.loaded.params, tiers)
+    placement = Placement(case.host_bytes, EVICTIONS[case.eviction](case.host_bytes), tiers.evict)
+    queue = WatchedQueue(placement, tiers)
+    watched = WatchedClock(clock(), lambda: queue.has_ready)
+    for one in converse(case.turns, backend, watched, queue):
+      finished.append(one)
+      tell(one)
+  finally:
+    tiers.close()
+  return Served(
+    finished,
+    backend.starts,
+    backend.steps,
+    files.reads,
+    files.written_bytes,
+    watched.sleeps,
+    tiers.longest_call_s,
+    placement.hits,
+    placement.misses,
+    tiers.take_faults(),
+  )
