@@ -139,7 +139,7 @@ def _serve(case: Case, histories_dir: str | None) -> Served:
   with tempfile.TemporaryDirectory(prefix="kvjax-histories-") as temporary:
     folder = Path(histories_dir or temporary).expanduser()
     with tqdm(total=len(case.turns), unit="turn", smoothing=0.1) as bar:
-      return serve(case, folder, lambda one: bar.update() and None)
+      return serve(case, folder, lambda one: bar.update())
 
 
 def print_tables(measured: Row, simulated: Row) -> None:

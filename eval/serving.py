@@ -204,7 +204,7 @@ class WatchedBackend(ConversationBackend):
   def start(self, slot: int, request: Request) -> Made:
     history, begin = self.histories.history(request.user), time.perf_counter()
     made = super().start(slot, request)
-    span = Span(begin, time.perf_counter(), 1)
+    span = Span(begin, time.perf_counter())
     fetched = request.user in self._fetched
     self._fetched.discard(request.user)
     past, kept, prompt = len(history.tokens), history.kv_tokens, len(request.prompt)
@@ -255,7 +255,7 @@ def make_turns(
 def serve(
   case: Case,
   folder: Path,
-  tell: Callable[[Finished], None] = lambda one: None,
+  tell: Callable[[Finished], object] = lambda one: None,
   *,
   clock: Callable[[], Clock] = WallClock,
 ) -> Served:

@@ -116,7 +116,8 @@ def test_the_machine_of_a_run_takes_as_long(case):
   assert row["machine"]["layer_s"] == machine.layer_s
   # Starts that are shorter than steps are those of no machine; the nearest has no products.
   nearest = measured_machine(case, of_times(case, 0.001, 0.004, 1e-9))
-  assert nearest.product_flops_per_s == 1e18 and 0.001 < 5 * nearest.layer_s < 0.004
+  assert nearest.product_flops_per_s == pytest.approx(1e18)
+  assert 0.001 < 5 * nearest.layer_s < 0.004
 
 
 def turn_at(turn: Request, arrival_s: float) -> Request:
