@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
+import time
 
+import numpy as np
 import pytest
 
 from eval.predicting import measured_machine, predicted_row
@@ -15,35 +16,47 @@ from eval.serving_rows import MEANS, TIERS, computed, measured_row, overlap_rati
 from kvjax import CacheConfig, make_policy, prepare
 from kvjax.engine.clock import VirtualClock
 from kvjax.engine.requests import Outcome, Request
-from kvjax.sim.generator import Profile, generate
 from kvjax.sim.workloads import Turn, from_turns
 from models import load
 from tests.eval.test_throughput import _run
 
 MODEL = "random:stories260k"
 TOKEN_BYTES = 5 * 2 * 4 * 8 * 4  # of its keys and values
-SHORT = Profile("short", 6.0, 1.7, 12.0, 0.5, 6.0, 1.9, 0.2, None, None)
+
+
+class Patient(VirtualClock):
+  """Leaves the processor to the threads that read while it waits for them."""
+
+  def wait_until(self, then: float) -> None:
+    time.sleep(1e-3)
+    super().wait_until(then)
+
+
+def three_rounds() -> list[Request]:
+  """Of four users, in turn, two at a time, long after those before: real seconds do not matter."""
+  rng = np.random.default_rng(1)
+  turns = []
+  for id in range(12):
+    user = id % 4
+    prompt = tuple(rng.integers(0, 512, 10 + 5 * user).tolist())
+    turns.append(Request(id, prompt, 4 + user, user=user, arrival_s=100.0 * (id // 2)))
+  return turns
 
 
 @pytest.fixture(scope="module")
 def case():
-  """Two slots, and two turns at a time, long after those before: nothing hangs on real seconds."""
   loaded = load(MODEL)
   config = CacheConfig(2, 256)
   runner = prepare(loaded.model, make_policy("dense"), "resident", config, chunk_tokens=64)
-  workload = generate(SHORT, users=5, users_per_minute=60, seed=1)
-  vocab_size = loaded.model.config.vocab_size
-  turns = make_turns(workload, speed=50, most_tokens=256, vocab_size=vocab_size, seed=1)
-  turns = [dataclasses.replace(turn, arrival_s=100.0 * (turn.id // 2)) for turn in turns]
-  return Case(loaded, runner, turns, "previous_answer", host_bytes=1 << 30)
+  return Case(loaded, runner, three_rounds(), "previous_answer", host_bytes=1 << 30)
 
 
 @pytest.fixture(scope="module")
 def runs(case, tmp_path_factory):
-  """The case with all histories in host memory, and with room for few, under both evictions."""
-  tight = [case._replace(eviction=one, host_bytes=300 * TOKEN_BYTES) for one in EVICTIONS]
+  """With all histories in host memory; with room for the largest, under both evictions."""
+  tight = [case._replace(eviction=one, host_bytes=120 * TOKEN_BYTES) for one in EVICTIONS]
   folder = tmp_path_factory.mktemp
-  return [(one, serve(one, folder("kv"), clock=VirtualClock)) for one in (case, *tight)]
+  return [(one, serve(one, folder("kv"), clock=Patient)) for one in (case, *tight)]
 
 
 def test_answers_do_not_depend_on_where_histories_were(case, runs):
@@ -176,7 +189,7 @@ def test_turns_of_a_workload():
 
 def test_histories_of_others_are_left_alone(case, tmp_path):
   few = case._replace(turns=[turn for turn in case.turns if turn.user == case.turns[0].user][:1])
-  first = serve(few, tmp_path, clock=VirtualClock)
+  first = serve(few, tmp_path, clock=Patient)
   assert first.finished[0].outcome is Outcome.DONE
   before = {path: path.read_bytes() for path in tmp_path.rglob("*-*")}
   with pytest.raises(ValueError, match="has histories of 1 users already"):
