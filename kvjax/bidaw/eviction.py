@@ -8,10 +8,12 @@ that wait or are being served are pinned there and no policy gives them up. `pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
-from kvjax.eviction import Belady, Fifo, Lru, Order, S3Fifo
+from kvjax.bidaw.ranking import Ranking
+from kvjax.eviction import Order, S3Fifo
 
 
 class Eviction(Protocol):
@@ -38,6 +40,66 @@ class Eviction(Protocol):
   def forget(self, user: int) -> None: ...
 
 
+class Ranked:
+  """Histories by a key, the smallest first, of equal ones the one whose key is oldest.
+
+  An `Eviction`. Pinned histories are out of the way and keep their places, so a victim costs
+  O(log n) however many are pinned.
+
+  Args:
+    key: `key(user)`, asked when a history comes into host memory.
+    by_use: whether the key is asked for again with each arrival.
+    soon: `soon()`: users of the requests to come, the next first, as far as they are known; they
+      are spared while there are others.
+  """
+
+  def __init__(
+    self,
+    key: Callable[[int], float] = lambda user: 0.0,
+    *,
+    by_use: bool = True,
+    soon: Callable[[], Sequence[int]] = tuple,
+  ):
+    self._key, self._by_use, self._soon = key, by_use, soon
+    self._ranking, self._ticks = Ranking(), itertools.count()
+
+  def arrived(self, user: int, now: float) -> None:
+    del now
+    if self._by_use and user in self._ranking:
+      self.insert(user)
+
+  def answered(self, user: int, now: float, answer_tokens: int, size_bytes: int) -> None:
+    """Changes nothing."""
+
+  def insert(self, user: int) -> None:
+    self._ranking.put(user, (self._key(user), next(self._ticks)))
+
+  def remove(self, user: int) -> None:
+    self._ranking.discard(user)
+
+  def pin(self, user: int) -> None:
+    self._ranking.pin(user)
+
+  def unpin(self, user: int) -> None:
+    self._ranking.unpin(user)
+
+  def victim(self) -> int | None:
+    """The first in the order; if only spared ones are left, whose turn is last."""
+    turn = {user: place for place, user in reversed(list(enumerate(self._soon())))}
+    victim = self._ranking.pop(turn)
+    if victim is not None:
+      return victim
+    spared = [user for user in turn if self._ranking.may_go(user)]
+    if not spared:
+      return None
+    last = max(spared, key=turn.__getitem__)
+    self._ranking.discard(last)
+    return last
+
+  def forget(self, user: int) -> None:
+    """Changes nothing."""
+
+
 class Ordered:
   """An order of `kvjax.eviction` over users; an arrival is a use. An `Eviction`.
 
@@ -45,12 +107,10 @@ class Ordered:
 
   Args:
     order: of the histories in host memory.
-    soon: `soon()`: users of the requests to come, the next first, as far as they are known; they
-      are spared while there are others.
   """
 
-  def __init__(self, order: Order, soon: Callable[[], Sequence[int]] = tuple):
-    self._order, self._soon = order, soon
+  def __init__(self, order: Order):
+    self._order = order
     self._pinned: set[int] = set()
 
   def arrived(self, user: int, now: float) -> None:
@@ -74,32 +134,23 @@ class Ordered:
     self._pinned.discard(user)
 
   def victim(self) -> int | None:
-    """The first in the order; if only spared ones are left, whose turn is last."""
-    turn = {user: place for place, user in reversed(list(enumerate(self._soon())))}
-    victim = self._first(lambda user: user not in self._pinned and user not in turn)
-    if victim is not None:
-      return victim
-    spared = [user for user in turn if user in self._order and user not in self._pinned]
-    return self._first(max(spared, key=turn.__getitem__).__eq__) if spared else None
+    try:
+      return cast("int", self._order.victim(lambda user: user not in self._pinned))
+    except LookupError:
+      return None
 
   def forget(self, user: int) -> None:
     """Changes nothing."""
 
-  def _first(self, allowed: Callable[[Hashable], bool]) -> int | None:
-    try:
-      return cast("int", self._order.victim(allowed))
-    except LookupError:
-      return None
 
-
-def fifo() -> Ordered:
+def fifo() -> Ranked:
   """What came into host memory first goes first."""
-  return Ordered(Fifo())
+  return Ranked(by_use=False)
 
 
-def lru() -> Ordered:
+def lru() -> Ranked:
   """Whose last request arrived longest ago goes first."""
-  return Ordered(Lru())
+  return Ranked()
 
 
 def s3fifo(histories: int) -> Ordered:
@@ -107,21 +158,21 @@ def s3fifo(histories: int) -> Ordered:
   return Ordered(S3Fifo(histories))
 
 
-def queue_lru(soon: Callable[[], Sequence[int]]) -> Ordered:
+def queue_lru(soon: Callable[[], Sequence[int]]) -> Ranked:
   """The queue-enhanced LRU of CachedAttention and FlashGen: spares whose request comes soon.
 
   Args:
     soon: `soon()`: users of the next requests, the next first; the paper's scripts look 30 ahead.
       If all others are pinned, whose request comes last of these goes first, as in CachedAttention.
   """
-  return Ordered(Lru(), soon)
+  return Ranked(soon=soon)
 
 
-def belady(next_use: Callable[[int], float]) -> Ordered:
+def belady(next_use: Callable[[int], float]) -> Ranked:
   """Whose next request is farthest goes first: a bound, for traces that are known to the end.
 
   Args:
     next_use: `next_use(user)`, asked when a request of the user has arrived and when its history
       comes into host memory: when the next request after it arrives, inf if none does.
   """
-  return Ordered(Belady(lambda user: next_use(cast("int", user))))
+  return Ranked(lambda user: -next_use(user))

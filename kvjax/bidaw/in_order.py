@@ -34,6 +34,7 @@ class InOrder[R: Request](DualQueue[R]):
     super().__init__(placement, disk, cost=lambda num_bytes: 1.0)  # so the longest wait is first
     self._most_passed = MOST_PASSED if skip_ahead else 1
     self._unread_heap: list[tuple[float, int, int]] = []  # arrival, id, user
+    self._in_host_heap: list[tuple[float, int]] = []  # the same, negative: the last is first
 
   def next(self, now: float, fits: Callable[[R], bool]) -> R | None:
     """Takes out the request that arrived first; None while its history is read."""
@@ -52,6 +53,14 @@ class InOrder[R: Request](DualQueue[R]):
       self._started.add(request.id)
     return request
 
+  def _make_ready(self, request: R) -> None:
+    super()._make_ready(request)
+    if self._in_host(request.user):
+      heapq.heappush(self._in_host_heap, (-request.arrival_s, -request.id))
+    if len(self._in_host_heap) > 2 * len(self._ready) + 64:  # mostly those that have started
+      self._in_host_heap = [one for one in self._in_host_heap if self._ready.get(-one[1])]
+      heapq.heapify(self._in_host_heap)
+
   def _wait_for_history(self, request: R) -> None:
     super()._wait_for_history(request)
     heapq.heappush(self._unread_heap, (request.arrival_s, request.id, request.user))
@@ -61,16 +70,25 @@ class InOrder[R: Request](DualQueue[R]):
     assert user is not None
     size, turn = self._placement.size_bytes(user), _order(self._unread[user])
     while size > self._placement.readable_bytes:
-      last = self._ready.last(lambda request: self._in_host(request) and _order(request) > turn)
-      if last is None:
+      last = self._last_in_host()
+      if last is None or _order(last) <= turn:
         return None
       self._ready.remove(last.id)
       self._placement.give_up(last.user)
       self._admit(last)
     return user
 
-  def _in_host(self, request: R) -> bool:
-    return self._placement.where(request.user) is Where.HOST
+  def _in_host(self, user: int) -> bool:
+    return self._placement.where(user) is Where.HOST
+
+  def _last_in_host(self) -> R | None:
+    """The last ready request whose history is in host memory, which stays."""
+    while self._in_host_heap:
+      request = self._ready.get(-self._in_host_heap[0][1])
+      if request is not None and self._in_host(request.user):
+        return request
+      heapq.heappop(self._in_host_heap)  # it has started, was dropped, or has made way
+    return None
 
   def _first_unread(self) -> R | None:
     while self._unread_heap:

@@ -43,6 +43,7 @@ NUM_BUCKETS = PROMISING + 2
 WINDOW, EVERY = 10_000, 1_000  # accesses
 LEAST_SPEARMAN = 0.5
 _BACKOFF, _MOST_COUNTS = 3, 32
+_MOVED_AT_ONCE = 16  # users
 
 
 def bucket_edges(host_bytes: int) -> list[float]:
@@ -99,9 +100,12 @@ class PreviousAnswer:
     self._users: dict[int, _User] = {}
     self._ranking = Ranking()
     self._window: deque[Access] = deque(maxlen=window)  # of turns that have ended
-    self._samples: deque[tuple[int, float]] = deque(maxlen=window)  # answer length, distance
+    self._samples = np.zeros((window, 2), np.int64)  # a ring: answer length, distance
+    self._num_samples = 0  # so far
     self._at_arrival: dict[int, int | None] = {}  # user -> bucket, of turns that have not ended
     self._waiting = [OrderedDict[int, None]() for _ in self._edges]  # by `passed`, oldest first
+    self._flow = 0  # bytes that arrivals and answers have added to distances
+    self._due = [0.0] * len(self._edges)  # flow before which nobody passes each edge
     self._accesses = self._begun = 0
     self._making: Generator[None, None, None] | None = None
 
@@ -120,6 +124,7 @@ class PreviousAnswer:
       distance = self._reuse.limit_bytes if distance is None else distance
       self._at_arrival[user] = self._bucket(distance)
       self._learn(state, distance)
+    self._flow += self._reuse.size_bytes(user)
     self._accesses += 1
     self._move(user, state, 0)
     state.tick = self._accesses
@@ -129,7 +134,9 @@ class PreviousAnswer:
   def answered(self, user: int, now: float, answer_tokens: int, size_bytes: int) -> None:
     del now
     self._user(user).answer_tokens = answer_tokens
+    self._flow += max(0, size_bytes - self._reuse.size_bytes(user))
     self._reuse.resize(user, size_bytes)
+    self._pass_time()
     self._window.append(Access(user, size_bytes, self._at_arrival.pop(user, None)))
     self._rank(user)
 
@@ -146,8 +153,7 @@ class PreviousAnswer:
     self._ranking.unpin(user)
 
   def victim(self) -> int | None:
-    if self._use_passed:
-      self._pass_time()
+    self._pass_time()
     return self._ranking.pop()
 
   def forget(self, user: int) -> None:
@@ -171,10 +177,10 @@ class PreviousAnswer:
 
   def _made_again(self) -> Generator[None, None, None]:
     """Envelope, hit rates and histogram; then all histories are ranked anew."""
-    samples, at_once = list(self._samples), -(-4 * len(self._window) // self._every) or 1
-    if samples:
-      tokens, distances = np.array(samples, np.int64).T
-      yield
+    samples = self._samples[: self._num_samples].copy()
+    at_once = -(-4 * len(self._window) // self._every) or 1
+    if len(samples):
+      tokens, distances = samples.T
       envelope = yield from envelope_in_slices(tokens, distances)
       buckets = np.searchsorted(self._edges, distances, side="right")
       counts = np.bincount(buckets, minlength=NUM_BUCKETS) + 1
@@ -196,17 +202,25 @@ class PreviousAnswer:
     if sum(state.counts) >= _MOST_COUNTS:
       state.counts = [count / 2 for count in state.counts]
     if state.answer_tokens is not None:
-      self._samples.append((state.answer_tokens, distance))
+      self._samples[self._num_samples % len(self._samples)] = state.answer_tokens, distance
+      self._num_samples += 1
 
   def _pass_time(self) -> None:
-    """Moves users on whose distance has passed an edge; those of longest ago are asked first."""
+    """Moves users on whose distance has passed an edge; those of longest ago are asked first.
+
+    At most so many at once. Who waits at an edge is not asked before enough bytes have flowed.
+    """
+    left = _MOVED_AT_ONCE
     for bucket, waiting in enumerate(self._waiting):
-      while waiting:
+      while waiting and left and self._flow >= self._due[bucket]:
         user = next(iter(waiting))
-        if self._reuse.since(user) < self._edges[bucket]:
+        missing = self._edges[bucket] - self._reuse.since(user)
+        if missing > 0:
+          self._due[bucket] = self._flow + missing
           break
         self._move(user, self._users[user], bucket + 1)
         self._rank(user)
+        left -= 1
 
   def _move(self, user: int, state: _User, passed: int) -> None:
     """Into the queue of those of whose distance so much has passed; the extreme have none."""
@@ -216,6 +230,8 @@ class PreviousAnswer:
       self._waiting[state.passed].pop(user, None)
     state.passed = passed
     if passed < len(self._waiting):
+      if not self._waiting[passed]:
+        self._due[passed] = 0
       self._waiting[passed][user] = None
 
   def _rank(self, user: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 
 class Ranking:
@@ -50,18 +50,23 @@ class Ranking:
       self._pinned.remove(user)
       self._put_in(user)
 
-  def pop(self) -> int | None:
-    """Takes out who goes first; None if nobody may go."""
-    if not self._order:
-      return None
-    _, user = self._order.pop(0)
-    del self._key[user]
-    return user
+  def may_go(self, user: int) -> bool:
+    """Whether the user is there and not pinned."""
+    return user in self._key and user not in self._pinned
+
+  def pop(self, spared: Collection[int] = ()) -> int | None:
+    """Takes out who goes first but for those that are spared; None if nobody may go."""
+    for place, (_, user) in enumerate(self._order):
+      if user not in spared:
+        del self._order[place]
+        del self._key[user]
+        return user
+    return None
 
   def _put_in(self, user: int) -> None:
-    if user in self._key and user not in self._pinned:
+    if self.may_go(user):
       bisect.insort(self._order, (self._key[user], user))
 
   def _take_out(self, user: int) -> None:
-    if user in self._key and user not in self._pinned:
+    if self.may_go(user):
       del self._order[bisect.bisect_left(self._order, (self._key[user], user))]

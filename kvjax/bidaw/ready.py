@@ -34,8 +34,9 @@ class Ready[R: Request]:
   def __len__(self) -> int:
     return len(self._requests)
 
-  def __contains__(self, request_id: int) -> bool:
-    return request_id in self._requests
+  def get(self, request_id: int) -> R | None:
+    """The request of an id; None if it is not here."""
+    return self._requests.get(request_id, (0, None))[1]
 
   def put(self, request: R) -> None:
     self._entries += 1
@@ -54,11 +55,6 @@ class Ready[R: Request]:
         return request
       heapq.heappop(self._heap)  # it was removed
     return None
-
-  def last(self, allowed: Callable[[R], bool]) -> R | None:
-    """The last that is allowed, which stays; None if there is none. It looks at all of them."""
-    requests = [request for _, request in self._requests.values() if allowed(request)]
-    return max(requests, key=lambda request: (request.arrival_s, request.id), default=None)
 
   def take(self, fits: Callable[[R], bool], most_passed: int = MOST_PASSED) -> R | None:
     """Takes out the first that fits, of the first so many; None if there is none."""

@@ -64,6 +64,10 @@ class ReuseDistances:
       return int(behind + self._blocks[block + 1 : last_block + 1].sum())
     return int(behind + self._blocks[block + 1 :].sum() + self._blocks[: last_block + 1].sum())
 
+  def size_bytes(self, user: int) -> int:
+    """Bytes of a user's history; 0 if it is not remembered."""
+    return self._size.get(user, 0)
+
   def resize(self, user: int, size_bytes: int) -> None:
     """Says how large a user's history is, from now on; nothing if it is not remembered."""
     if user in self._place:

@@ -24,6 +24,8 @@ from kvjax.bidaw.disk import Disk, Read
 from kvjax.bidaw.preparing import Preparing
 from kvjax.bidaw.ready import Ready, Request
 
+ENDED_AT_ONCE = 8  # reads
+
 
 class DualQueue[R: Request]:
   """The ready and the preparing queue; a `Scheduler`.
@@ -59,10 +61,11 @@ class DualQueue[R: Request]:
     self._unread: dict[int, R] = {}  # user -> its request that is preparing or being read
     self._turn: dict[int, R] = {}  # user -> its first request that has not ended
     self._behind: dict[int, deque[R]] = {}  # user -> those after it
+    self._num_behind = 0
     self._started: set[int] = set()  # ids
 
   def __len__(self) -> int:
-    return len(self._turn) - len(self._started) + sum(map(len, self._behind.values()))
+    return len(self._turn) - len(self._started) + self._num_behind
 
   def arrive(self, request: R, now: float) -> None:
     """Waits from now on: for the turn before it, for its history, or to be served."""
@@ -74,6 +77,7 @@ class DualQueue[R: Request]:
     self._placement.arrive(request.user, now)
     if request.user in self._turn:
       self._behind.setdefault(request.user, deque()).append(request)
+      self._num_behind += 1
       return
     self._turn[request.user] = request
     self._admit(request)
@@ -92,6 +96,7 @@ class DualQueue[R: Request]:
     user = request.user
     if self._turn[user].id != request.id:
       self._behind[user] = deque(r for r in self._behind[user] if r.id != request.id)
+      self._num_behind -= 1
       if not self._behind[user]:
         del self._behind[user]
       self._placement.unpin(user)
@@ -134,14 +139,17 @@ class DualQueue[R: Request]:
 
     Every other call does so first. In real time a driver calls it between steps too, since with all
     slots taken `next` is not asked, and the disk would idle after a read. In virtual time reads
-    begin when the one before has ended, however late that is seen.
+    begin when the one before has ended, however late that is seen. A call sees to about eight of
+    them, so that none takes long; the disk wakes who asks for the others.
     """
-    before = len(self._unread)
-    while reads := self._disk.ended(now):
+    before, ended = len(self._unread), 0
+    while ended < ENDED_AT_ONCE and (reads := self._disk.ended(now)):
       for read in reads:
         self._end_read(read)
         self._begin_reads(read.ended_s)
-    self._begin_reads(now)
+      ended += len(reads)
+    if ended < ENDED_AT_ONCE:
+      self._begin_reads(now)
     return len(self._unread) < before
 
   def _admit(self, request: R) -> None:
@@ -153,7 +161,10 @@ class DualQueue[R: Request]:
       case Where.READING:  # for a request that was dropped
         self._wait_for_history(request)
       case _:
-        self._ready.put(request)
+        self._make_ready(request)
+
+  def _make_ready(self, request: R) -> None:
+    self._ready.put(request)
 
   def _wait_for_history(self, request: R) -> None:
     self._unread[request.user] = request
@@ -180,7 +191,7 @@ class DualQueue[R: Request]:
     else:
       self._placement.lose(read.user)
     if read.user in self._unread:
-      self._ready.put(self._unread.pop(read.user))
+      self._make_ready(self._unread.pop(read.user))
 
   def _next_turn(self, user: int) -> None:
     """The user's turn is over; the one behind it comes into its queue."""
@@ -188,6 +199,7 @@ class DualQueue[R: Request]:
     del self._turn[user]
     if user in self._behind:
       request = self._turn[user] = self._behind[user].popleft()
+      self._num_behind -= 1
       if not self._behind[user]:
         del self._behind[user]
       self._admit(request)

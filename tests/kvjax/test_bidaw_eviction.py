@@ -12,6 +12,7 @@ from kvjax.bidaw import InTheWild, PreviousAnswer, belady, fifo, lru, queue_lru,
 from kvjax.bidaw.envelope import lower_envelope
 from kvjax.bidaw.ghost import Access, hit_rates
 from kvjax.bidaw.previous_answer import LEAST_SPEARMAN, NUM_BUCKETS, bucket_edges, np, worth
+from kvjax.eviction import Belady, Fifo, Lru
 
 HOST = 100
 
@@ -58,6 +59,36 @@ def test_what_is_pinned_stays_and_keeps_its_place():
     policy.unpin(2)
     policy.unpin(0)
     assert sorted(drain(policy)) == [0, 2]
+
+
+@pytest.mark.parametrize(
+  ("make", "order"), [(fifo, Fifo), (lru, Lru), (belady, Belady)], ids=["fifo", "lru", "belady"]
+)
+def test_ranked_is_the_order_that_passes_over_the_pinned(make, order):
+  rng = random.Random(1)
+  due = [rng.random() for _ in range(30)]
+  given = [due.__getitem__] if order is Belady else []
+  policy, plain, pinned = make(*given), order(*given), set()
+  for _ in range(2000):
+    user, event = rng.randrange(30), rng.random()
+    due[user] = rng.random()
+    if event < 0.3:
+      policy.arrived(user, 0)
+      if user in plain:
+        plain.touch(user)
+    elif event < 0.6 and user not in plain:
+      policy.insert(user)
+      plain.insert(user)
+    elif event < 0.8:
+      (policy.unpin if user in pinned else policy.pin)(user)
+      pinned.symmetric_difference_update({user})
+    elif event < 0.85 and user in plain:
+      policy.remove(user)
+      plain.remove(user)
+    elif any(other in plain and other not in pinned for other in range(30)):
+      assert policy.victim() == plain.victim(lambda other: other not in pinned)
+    else:
+      assert policy.victim() is None
 
 
 def test_queue_lru_spares_who_comes_soon():

@@ -8,9 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvjax.bidaw import DualQueue, Placement, PreviousAnswer, Read, TimedDisk, Where, lru
+from kvjax.bidaw import DualQueue, InOrder, Placement, PreviousAnswer, Read, TimedDisk, Where, lru
 from kvjax.bidaw.preparing import Preparing
 from kvjax.bidaw.ready import MOST_PASSED
+from kvjax.bidaw.scheduler import ENDED_AT_ONCE
 from kvjax.engine.clock import VirtualClock
 from kvjax.engine.requests import Outcome, Request
 from kvjax.engine.serving import Made, serve
@@ -26,7 +27,7 @@ def yes(request) -> bool:
   return True
 
 
-def on_disk(*sizes: int, disk=None, **options) -> DualQueue:
+def on_disk(*sizes: int, disk=None, make=DualQueue, **options) -> DualQueue:
   """A queue over a disk of 100 bytes/s, with histories of users 0, 1, ... that are only there."""
   placement = Placement(HOST, lru())
   for user, size in enumerate(sizes):
@@ -40,7 +41,7 @@ def on_disk(*sizes: int, disk=None, **options) -> DualQueue:
     placement.unpin(user)
     placement.lose(user)
   assert not placement.resident
-  return DualQueue(placement, disk or TimedDisk(100), **options)
+  return make(placement, disk or TimedDisk(100), **options)
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,6 +114,47 @@ def test_a_read_begins_when_the_one_before_has_ended_however_late_that_is_seen()
   queue.poll(2.5)
   assert queue._placement.resident == {0, 1}
   assert queue.wakes_at(2.5) == 3.0
+
+
+def test_a_call_sees_to_so_many_reads_and_wakes_who_asks_for_the_others():
+  queue = on_disk(*[1] * 20)
+  for user in range(20):
+    queue.arrive(request(user, user), 0.0)
+  queue.poll(9.0)
+  assert len(queue._placement.resident) == ENDED_AT_ONCE
+  assert queue.wakes_at(9.0) == 9.0
+  assert [queue.next(9.0, yes).id for _ in range(20)] == list(range(20))
+  assert queue.wakes_at(9.0) is None
+
+
+def test_in_order_the_last_makes_way_for_the_first():
+  """Histories of 400 in host memory of 1000: users 1 and 2 wait there, 0 came before them."""
+  queue = on_disk(400, 400, 400, make=InOrder)
+  placement = queue._placement
+  for id, user in ((5, 1), (6, 2)):
+    queue.arrive(request(id, user, 2 + user), 3)
+  assert [queue.next(99, yes).id for _ in range(2)] == [5, 6]  # both are read now
+  for id, user in ((5, 1), (6, 2)):
+    queue.ended(request(id, user), 100, 1, 400)
+  for id, user in ((8, 2), (7, 1)):
+    queue.arrive(request(id, user, 100 + user), 110)
+  queue.arrive(request(9, 70, 200), 200)  # has no history, and so none that could make way
+  queue.arrive(request(1, 0, 50), 210)  # was late
+  assert placement.where(0) is Where.READING
+  assert placement.where(1) is Where.HOST and placement.where(2) is Where.DISK
+  assert [queue.next(300, yes).id for _ in range(2)] == [1, 7]
+  assert queue.next(300, yes) is None  # 8 waits for room, and 9 for 8
+  queue.ended(request(7, 1), 300, 1, 400)
+  assert [queue.next(400, yes).id for _ in range(2)] == [8, 9]
+
+
+def test_in_order_keeps_nothing_of_who_has_been_served():
+  queue = on_disk(make=InOrder)
+  for id in range(300):
+    queue.arrive(request(id, 50 + id % 2, id), id)
+    assert queue.next(id, yes).id == id
+    queue.ended(request(id, 50 + id % 2), id, 1, 10)
+  assert len(queue._in_host_heap) < 100
 
 
 def test_reads_at_once():
