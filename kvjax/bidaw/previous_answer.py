@@ -19,6 +19,8 @@ What the paper leaves open [ours]:
   they follow a workload that changes; in slices, one with each arrival, so that nobody waits for
   them. Until the first are made, and while answer lengths say nothing, that is while Spearman of
   the envelope is under a half, the least recently used history goes first.
+* P is rounded to a 16th. Smaller differences are those of how often somebody was here, and would
+  let new users go before those who have left for good, which matters when memory nearly suffices.
 * a distance is at least what has passed of it, so P falls as time goes by, and who never comes back
   is given up in the end; `passed=False` is without this, as the paper has it.
 """
@@ -42,6 +44,7 @@ PROMISING = 7
 NUM_BUCKETS = PROMISING + 2
 WINDOW, EVERY = 10_000, 1_000  # accesses
 LEAST_SPEARMAN = 0.5
+GRADES = 16  # of P
 _BACKOFF, _MOST_COUNTS = 3, 32
 _MOVED_AT_ONCE = 16  # users
 
@@ -238,14 +241,14 @@ class PreviousAnswer:
     if user in self._ranking:
       self._ranking.put(user, self._key(self._users[user]))
 
-  def _key(self, state: _User) -> tuple[float, int]:
+  def _key(self, state: _User) -> tuple[int, int]:
     if self.falls_back:
-      return 0.0, state.tick
+      return 0, state.tick
     first = state.passed
     if state.answer_tokens is not None:
       first = max(first, self._bucket(self.envelope.lower_bound(state.answer_tokens)))
     prior = [own + _BACKOFF * all_ for own, all_ in zip(state.counts, self._everyone, strict=True)]
-    return worth(prior, self.hit, first), state.tick
+    return round(GRADES * worth(prior, self.hit, first)), state.tick
 
   def _bucket(self, distance: float) -> int:
     return bisect.bisect_right(self._edges, distance)

@@ -11,7 +11,7 @@ import pytest
 from kvjax.bidaw import InTheWild, PreviousAnswer, belady, fifo, lru, queue_lru, s3fifo
 from kvjax.bidaw.envelope import lower_envelope
 from kvjax.bidaw.ghost import Access, hit_rates
-from kvjax.bidaw.previous_answer import LEAST_SPEARMAN, NUM_BUCKETS, bucket_edges, np, worth
+from kvjax.bidaw.previous_answer import GRADES, LEAST_SPEARMAN, NUM_BUCKETS, bucket_edges, np, worth
 from kvjax.eviction import Belady, Fifo, Lru
 
 HOST = 100
@@ -197,16 +197,16 @@ class Plain:
   def victim(self, residents: set[int]) -> int:
     return min(residents, key=self.key)
 
-  def key(self, user: int) -> tuple[float, int]:
+  def key(self, user: int) -> tuple[int, int]:
     last = len(self.users) - self.users[::-1].index(user)
     if self.envelope.spearman < LEAST_SPEARMAN:
-      return 0.0, last
+      return 0, last
     counts = [self.own.get(user, []).count(bucket) for bucket in range(NUM_BUCKETS)]
     prior = [own + 3 * share for own, share in zip(counts, self.everyone, strict=True)]
     bound = self.envelope.lower_bound(self.answer[user])
     if self.passed:
       bound = max(bound, self.since(user))
-    return worth(prior, self.hit, self.bucket(bound)), last
+    return round(GRADES * worth(prior, self.hit, self.bucket(bound))), last
 
 
 def think(rng, answer: int, signal: bool) -> float:

@@ -35,3 +35,14 @@ def test_who_knows_more_misses_less():
   }
   assert rate["belady"] < rate["previous_answer"] < rate["lru"]
   assert rate["lru"] == pytest.approx(0.7, abs=0.2)
+
+
+def test_where_memory_nearly_suffices_previous_answer_is_no_worse_than_lru():
+  """Nearly all P are nearly 1 there; what is left of their differences is not worth a miss."""
+  workload = generate(INTERACTIVE, 500, 20, 0)
+  later = (workload.previous >= 0) & (np.arange(len(workload)) > len(workload) // 2)
+  lru, mine = (
+    1 - replay(workload, BY_NAME[name], 420_000, 1, 2048)[later].mean()
+    for name in ("lru", "previous_answer")
+  )
+  assert 0 < mine < lru + 0.02
