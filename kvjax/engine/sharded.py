@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import KVCache
 from kvjax.config import CacheConfig
-from kvjax.types import Axes, Model, Params
+from kvjax.types import Axes, Model, Params, Policy, Store
 
 DATA, MODEL = "data", "model"
 ROWS = P(DATA)  # [B, ...]
@@ -62,6 +62,20 @@ def check_mesh(mesh: Mesh) -> None:
     raise ValueError(
       f"the mesh has axes {mesh.axis_names}, expected {(DATA, MODEL)}; make it with make_mesh"
     )
+
+
+def check_heads(mesh: Mesh, policy: Policy, store: Store) -> None:
+  """Raises ValueError for a mesh that splits heads which must stay together."""
+  reasons = {
+    f"policy {policy.name!r} joins the heads of a layer": policy.joins_heads,
+    f"store {store.name!r} places each head of a layer by itself": store.tiers_heads,
+  }
+  for reason, together in reasons.items():
+    if together and mesh.shape[MODEL] > 1:
+      raise ValueError(
+        f"{reason}, which a mesh with model={mesh.shape[MODEL]} splits; make a mesh that splits "
+        "rows only: make_mesh(data=N)"
+      )
 
 
 def part_of_model(model: Model, parts: int) -> Model:

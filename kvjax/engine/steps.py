@@ -89,16 +89,7 @@ def prepare(
     )
   if mesh is not None:
     sharded.check_mesh(mesh)
-    if policy.joins_heads and mesh.shape[sharded.MODEL] > 1:
-      raise ValueError(
-        f"policy {policy.name!r} joins the heads of a layer, which a mesh with model="
-        f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
-      )
-    if chosen.tiers_heads and mesh.shape[sharded.MODEL] > 1:
-      raise ValueError(
-        f"store {chosen.name!r} places each head of a layer by itself, which a mesh with model="
-        f"{mesh.shape[sharded.MODEL]} splits; make a mesh that splits rows only: make_mesh(data=N)"
-      )
+    sharded.check_heads(mesh, policy, chosen)
   cache_config = _windowed(model, policy, cache_config, chunk_tokens)
   plan = _plan(policy, model.config, cache_config)
   if chosen.on_host and not plan.select_layers:
