@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eval.results import Row
 from scripts.reproduce_opkv.case import Case, row_of
-from scripts.reproduce_opkv.drawing import Panel, draw
+from scripts.reproduce_opkv.drawing import bar_panels, draw
 from scripts.reproduce_opkv.driving import drive, moves
 from scripts.reproduce_opkv.following import follow
 from scripts.reproducing import Comparison, Item
@@ -49,18 +49,11 @@ def run(case: Case) -> list[Row]:
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
   """Bars by variant."""
-  panels = []
-  for field, name in (
-    ("moved_per_selected", "tokens moved for each selected one"),
-    ("blocks_per_step", "blocks or pages that a list reads in a step"),
-  ):
-    bars = {}
-    for row in rows:
-      words, heights = bars.setdefault(row["policy"], ([], []))
-      words.append(row["variant"])
-      heights.append(row[field])
-    panels.append(Panel("", name, bars))
-  draw(panels, title, path)
+  fields = {
+    "moved_per_selected": "tokens moved for each selected one",
+    "blocks_per_step": "blocks or pages that a list reads in a step",
+  }
+  draw(bar_panels(rows, "variant", fields), title, path)
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:

@@ -21,7 +21,7 @@ import numpy as np
 from eval.results import Row
 from kvjax.opkv.retrieval import least_tokens
 from scripts.reproduce_opkv.case import Case, row_of
-from scripts.reproduce_opkv.drawing import Panel, draw
+from scripts.reproduce_opkv.drawing import bar_panels, draw
 from scripts.reproduce_opkv.driving import driven
 from scripts.reproduce_opkv.following import Followed, follow
 from scripts.reproducing import Comparison, Item
@@ -129,18 +129,11 @@ def came_back(partition: np.ndarray, new: np.ndarray, theta: int) -> tuple[np.nd
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
   """Copies and tokens with the partition over those without."""
-  panels = []
-  for field, name in (
-    ("copies_ratio", "copies, over those without a partition"),
-    ("moved_ratio", "tokens that cross, over those without"),
-  ):
-    bars = {}
-    for row in rows:
-      words, heights = bars.setdefault(row["policy"], ([], []))
-      words.append(row["partition"])
-      heights.append(row[field])
-    panels.append(Panel("", name, bars))
-  draw(panels, title, path)
+  fields = {
+    "copies_ratio": "copies, over those without a partition",
+    "moved_ratio": "tokens that cross, over those without",
+  }
+  draw(bar_panels(rows, "partition", fields), title, path)
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:

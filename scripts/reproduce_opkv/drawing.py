@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.plots import MARKERS, save, wrapped
+from eval.results import Row
 
 
 class Panel(NamedTuple):
@@ -27,6 +28,19 @@ class Panel(NamedTuple):
   y: str
   lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]
   paper: float | None = None
+
+
+def bar_panels(rows: Sequence[Row], by: str, fields: Mapping[str, str]) -> list[Panel]:
+  """For each field -> its name a panel with bars of every policy, by another field."""
+  panels = []
+  for field, name in fields.items():
+    bars = {}
+    for row in rows:
+      words, heights = bars.setdefault(row["policy"], ([], []))
+      words.append(row[by])
+      heights.append(row[field])
+    panels.append(Panel("", name, bars))
+  return panels
 
 
 def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
