@@ -5,11 +5,12 @@ from kvjax.engine.clock import VirtualClock, WallClock
 from kvjax.engine.generate import Generation, generate
 from kvjax.engine.padding import unpad
 from kvjax.engine.placing import STORES
+from kvjax.engine.preparing import Runner, prepare
 from kvjax.engine.requests import Finished, Outcome, Request
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.serving import Server, serve
 from kvjax.engine.sharded import make_mesh, param_shardings
-from kvjax.engine.steps import Runner, decode_step, prepare, selected_pages
+from kvjax.engine.steps import decode_step, selected_pages
 
 __all__ = [
   "STORES",

@@ -17,12 +17,12 @@ import numpy as np
 from kvjax.cache import KVCache
 from kvjax.engine import steps
 from kvjax.engine.generate import check_overflow, check_request, fill
+from kvjax.engine.preparing import Runner
 from kvjax.engine.requests import Request
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.serving import Made
 from kvjax.engine.sharded import to_host
 from kvjax.engine.slots import admit, empty_batch, release, with_batch
-from kvjax.engine.steps import Runner
 from kvjax.types import Params
 
 

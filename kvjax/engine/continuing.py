@@ -21,7 +21,7 @@ import numpy as np
 from kvjax.cache import KVCache
 from kvjax.cache.contiguous import Contiguous, append_chunk
 from kvjax.engine import steps
-from kvjax.engine.steps import Runner
+from kvjax.engine.preparing import Runner
 from kvjax.types import Params
 
 

@@ -29,12 +29,12 @@ from kvjax.bidaw.tiers import Tiers
 from kvjax.engine.batching import JaxBackend
 from kvjax.engine.clock import Clock
 from kvjax.engine.continuing import check_continues, fill_from, kv_of
+from kvjax.engine.preparing import Runner
 from kvjax.engine.requests import Finished, Outcome, Request
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.serving import Made, serve
 from kvjax.engine.sharded import to_host
 from kvjax.engine.slots import admit
-from kvjax.engine.steps import Runner
 from kvjax.types import Params
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvjax.cache import TOO_SMALL, KVCache
 from kvjax.engine import sharded, steps
+from kvjax.engine.preparing import Runner
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.sharded import to_host
-from kvjax.engine.steps import Runner
 from kvjax.types import Params
 
 Progress = Callable[[str, int, int], None]

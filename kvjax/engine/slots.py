@@ -25,8 +25,8 @@ from kvjax.cache.contiguous import Contiguous
 from kvjax.cache.counting import places
 from kvjax.cache.paged import Pools
 from kvjax.engine import steps
+from kvjax.engine.preparing import Runner
 from kvjax.engine.sampling import Sampling
-from kvjax.engine.steps import Runner
 from kvjax.stores.traffic import Traffic
 from kvjax.types import Params
 from pallas_kernels.control import run_if
