@@ -64,7 +64,7 @@ def main(args: flags.FlagValues) -> None:
   mesh = make_mesh(model=args.devices) if args.devices > 1 else None
   runner = prepare(loaded.model, policy, args.store or policy.stores[0], cache, mesh=mesh)
   check_request(runner, [ids], args.max_new_tokens)
-  print(_plan(loaded, runner, len(ids), args.max_new_tokens), flush=True)
+  print(plan(loaded, runner, len(ids), args.max_new_tokens), flush=True)
   if mesh is not None:
     placed = jax.device_put(loaded.params, param_shardings(loaded.model, mesh))
     loaded = loaded._replace(params=placed)
@@ -137,12 +137,14 @@ def _tokenizer(loaded: Loaded) -> Tokenizer:
   return loaded.tokenizer
 
 
-def _plan(loaded: Loaded, runner: Runner, prompt_tokens: int, max_new_tokens: int) -> str:
+def plan(loaded: Loaded, runner: Runner, prompt_tokens: int, max_new_tokens: int) -> str:
+  """What will run and what it takes, a line each, before it happens."""
   kept, prefill = runner.decode_bytes, runner.prefill_bytes
   policy = runner.policy
   budget = "" if policy.budget_tokens is None else f" with {policy.budget_tokens:,} tokens"
   chosen = "" if policy.name == "dense" else f"; {layers.selecting(runner)}"
   each = "" if runner.mesh is None else f"each of {runner.mesh.size} "
+  stowed = f"{each}{human_bytes(kept.host)} of pages" if kept.host else "nothing"
   return (
     f"model   {loaded.name}, weights {human_bytes(params_bytes(loaded.params))}\n"
     f"tokens  {prompt_tokens:,} of prompt, up to {max_new_tokens:,} new\n"
@@ -150,7 +152,7 @@ def _plan(loaded: Loaded, runner: Runner, prompt_tokens: int, max_new_tokens: in
     f"device  {each}{human_bytes(kept.total)}: keys and values {human_bytes(kept.keys_values)}, "
     f"tables {human_bytes(kept.tables)}, metadata {human_bytes(kept.metadata)}; "
     f"{human_bytes(prefill.total)} while the prompt is read\n"
-    "host    nothing"
+    f"host    {stowed}"
   )
 
 

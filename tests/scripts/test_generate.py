@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvjax import CacheConfig, make_policy, prepare
 from models import load
 from scripts import generate
 from tests.models import tiny
@@ -69,6 +70,16 @@ def test_two_devices_say_the_same(model, tmp_path):
   assert refused.returncode == 2
   expected = "error: a mesh of data=1 and model=2 needs 2 devices, and JAX has 1; ask for fewer\n"
   assert refused.stderr == expected
+
+
+def test_the_plan_tells_what_the_host_holds(model):
+  loaded = load(str(model))
+  for store, expected in (("resident", "nothing"), ("whole_page", "of pages")):
+    policy = make_policy("infinigen", budget_tokens=32, page_size=16)
+    runner = prepare(loaded.model, policy, store, CacheConfig(1, 128, 16, "float32"))
+    host = generate.plan(loaded, runner, 100, 6).splitlines()[-1]
+    assert host.startswith("host    ")
+    assert host.endswith(expected)
 
 
 def test_the_chat_template_is_used_unless_refused(model):
