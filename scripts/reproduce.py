@@ -80,9 +80,10 @@ def main(args: flags.FlagValues) -> None:
   print(f"results {out_dir}", flush=True)
   manifest = make_manifest(cli.flag_values(), started.loaded, started.data)
   with run_folder(out_dir, manifest):
-    rows = started.measure()
-    for row in rows:
+    rows = []
+    for row in started.measure():
       append_row(out_dir, row)
+      rows.append(row)
   item.plot(rows, started.title, out_dir / f"{args.item}.png")
   compared = item.compare(rows)
   content = json.dumps([one._asdict() for one in compared], indent=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +36,15 @@ class Item(NamedTuple):
   """A figure of a paper.
 
   Attributes:
-    run: `run(case) -> rows`, what was measured; the case is the paper's own.
+    run: `run(case) -> rows`, what was measured, each kept as soon as it is there; the case is the
+      paper's own.
     plot: `plot(rows, title, path)`, a PNG of it.
     compare: `compare(rows)`, with the paper's numbers.
     columns: fields of the rows that a table shows.
     timed: it takes times; otherwise it counts, and the machine does not matter.
   """
 
-  run: Callable[[Any], list[Row]]
+  run: Callable[[Any], Iterable[Row]]
   plot: Callable[[Sequence[Row], str, Path], None]
   compare: Callable[[Sequence[Row]], list[Comparison]]
   columns: tuple[str, ...]
@@ -63,7 +64,7 @@ class Started(NamedTuple):
   loaded: Loaded | None
   data: Mapping[str, str]
   title: str
-  measure: Callable[[], list[Row]]
+  measure: Callable[[], Iterable[Row]]
 
 
 class Paper(NamedTuple):

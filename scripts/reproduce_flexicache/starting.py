@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ def start(args: flags.FlagValues, name: str) -> Started:
     data = {one.name: one.about["sha256"] for one in kept}
     _say(loaded, [f"{args.traces}, {len(kept)} traces"], asked)
 
-  def measure() -> list[Row]:
+  def measure() -> Iterable[Row]:
     traces = kept if args.traces else _traces(loaded, passages, budgets, steps, args.page_size)
     case = _case(args, loaded.name, loaded.model.config, traces, budgets, ())
     return ITEMS[name].run(case)

@@ -6,7 +6,7 @@ first has everything on the device. What recall hides behind other work is not i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eval.results import Row
@@ -22,14 +22,13 @@ COLUMNS = (
 STORES = ("whole_page", "op_block")
 
 
-def run(case: Case) -> list[Row]:
+def run(case: Case) -> Iterator[Row]:
   """A row for each batch size, policy and store, and for dense."""
-  rows = []
   for batch_size in case.batch_sizes:
     timed = time_stores(case, "recall_share", batch_size, STORES)
     resident = {row["policy"]: row for row in timed if row["store"] == "resident"}
-    rows += [row | {"recall_share_ratio": _share(row, resident[row["policy"]])} for row in timed]
-  return rows
+    for row in timed:
+      yield row | {"recall_share_ratio": _share(row, resident[row["policy"]])}
 
 
 def _share(row: Row, resident: Row) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def start(args: flags.FlagValues, name: str) -> Started:
   check_request(replay.recorder(loaded.model, config), [prompt], len(following))
   _print_plan(args, item, loaded, size, config)
 
-  def measure() -> list[Row]:
+  def measure() -> Iterable[Row]:
     return item.run(
       Case(
         loaded,

@@ -6,7 +6,7 @@ that recall adds to a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eval.results import Row
@@ -26,13 +26,10 @@ PAPER = {
 }
 
 
-def run(case: Case) -> list[Row]:
+def run(case: Case) -> Iterator[Row]:
   """A row for each batch size, policy and store, and for dense."""
-  return [
-    row
-    for batch_size in case.batch_sizes
-    for row in time_stores(case, "throughput", batch_size, case.stores)
-  ]
+  for batch_size in case.batch_sizes:
+    yield from time_stores(case, "throughput", batch_size, case.stores)
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:

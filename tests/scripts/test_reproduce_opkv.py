@@ -70,7 +70,7 @@ def test_an_item_that_counts(name, case, followed, driven, monkeypatch, tmp_path
   monkeypatch.setattr(sensitivity, "BUDGETS", (25,))
   monkeypatch.setattr(eviction, "SLACKS", (1.0,))
   item = ITEMS[name]
-  rows = item.run(case)
+  rows = list(item.run(case))
   for row in rows:
     append_row(tmp_path, row)
   rows = read_rows(tmp_path)
@@ -109,7 +109,7 @@ def test_what_op_blocks_move(followed, driven):
 
 def test_throughput_moves_in_every_row_what_a_driven_store_moves(case, followed, driven, tmp_path):
   item, blocks = ITEMS["throughput"], "op_block:strict=True"
-  rows = item.run(case._replace(stores=("whole_page", blocks), batch_sizes=(2,)))
+  rows = list(item.run(case._replace(stores=("whole_page", blocks), batch_sizes=(2,))))
   pairs = [(row["policy"], row["store"]) for row in rows]
   stores = ("resident", "whole_page", blocks)
   assert pairs == [("dense", "resident"), *(("infinigen", store) for store in stores)]
