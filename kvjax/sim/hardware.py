@@ -128,6 +128,22 @@ MACHINES: dict[str, Machine] = {
     link_bytes_per_s=32e9,
     host_bytes=256e9,
   ),
+  "cpu-2-cores": Machine(
+    name="2 cores of an AMD EPYC with AVX-512, f32",
+    source="scripts.calibrate, 2026-11-30, jax 0.12.0.1, nothing beside; the disk is assumed",
+    product_flops_per_s=1.875e11,
+    attention_flops_per_s=5.71e10,
+    read_bytes_per_s=1.871e10,
+    few_rows_bytes_per_s=1.667e10,
+    link_bytes_per_s=1.358e10,
+    host_bytes_per_s=1.358e10,
+    disk_bytes_per_s=1.5e9,
+    device_bytes=24e9,
+    host_bytes=24e9,
+    item_bytes=4,
+    layer_s=1e-4,
+    transfer_s=1e-6,
+  ),
 }
 
 
