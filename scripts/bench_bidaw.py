@@ -6,8 +6,9 @@
 Conversations of 1,000 bytes, half of them in host memory. For each policy: turns of users who come
 back the later the longer their answer was; an eviction is one call of `victim`, and what arrivals
 and answers cost the policy is told beside it, with the tables that are made again now and then.
-Then the dual queue with a request of every conversation waiting, half of them for the disk.
-Processor time of this thread; the median, the 99th percentile and the longest.
+Then the dual queue with a request of every conversation waiting, half of them for the disk, and
+Belady's policy played over a window of accesses, as previous-answer's ghost cache does in slices,
+with the memory of both. Processor time of this thread; median, 99th percentile, and the longest.
 
     python -m scripts.bench_bidaw --requests=1000000
 
@@ -23,7 +24,8 @@ import itertools
 import random
 import resource
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,8 @@ from kvjax.bidaw import (
   queue_lru,
   s3fifo,
 )
+from kvjax.bidaw.ghost import Access, hit_rates
+from kvjax.bidaw.previous_answer import NUM_BUCKETS, WINDOW
 from kvjax.sim import machine
 from kvjax.sim.generator import INTERACTIVE, generate
 from kvjax.sim.systems import SYSTEMS, Setup, System
@@ -52,7 +56,9 @@ from kvjax.sim.workloads import requests
 from models import abstract
 
 SIZE = 1000  # bytes of a history
-COLUMNS = ("what", "calls", "median_us", "p99_us", "longest_us", "mean_us")
+TURNS = 5_000  # after the first of each conversation
+GHOST = f"ghost cache: Belady over {WINDOW:,} accesses"
+COLUMNS = ("what", "calls", "median_us", "p99_us", "longest_us", "mean_us", "memory_bytes")
 
 
 class Waiting(NamedTuple):
@@ -150,6 +156,37 @@ def scheduling(conversations: int) -> dict[str, Timed]:
   return timed
 
 
+def ghost(conversations: int) -> tuple[Timed, int]:
+  """Belady's hit rates over a window, ten times; and most bytes of the window and of one time."""
+  rng, half = random.Random(0), conversations // 2 * SIZE
+  tracemalloc.start()
+  window = [
+    Access(rng.randrange(conversations), SIZE + rng.randrange(9), rng.randrange(NUM_BUCKETS))
+    for _ in range(WINDOW)
+  ]
+  hit_rates(window, half, NUM_BUCKETS)
+  _, most = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  timed = Timed()
+  for _ in range(10):
+    timed(hit_rates, window, half, NUM_BUCKETS)
+  return timed, most
+
+
+def decisions(
+  chosen: Mapping[str, Eviction], conversations: int, turns: int
+) -> Iterator[dict[str, Any]]:
+  """What each decision takes: of the policies that are chosen, of the queue, of the ghost cache."""
+  for name, policy in chosen.items():
+    victim, hearing = evictions(policy, conversations, turns)
+    yield {"what": f"{name}: eviction"} | victim.columns()
+    yield {"what": f"{name}: arrival or answer"} | hearing.columns()
+  for name, timed in scheduling(conversations).items():
+    yield {"what": f"dual queue: {name}"} | timed.columns()
+  timed, most = ghost(conversations)
+  yield {"what": GHOST} | timed.columns() | {"memory_bytes": most}
+
+
 def simulation(requests_wanted: int) -> str:
   """Serves OPT-13B's turns on an A800, 20 users a minute; in words, how long it took."""
   config = abstract("random:opt-13b")[0].config
@@ -172,7 +209,7 @@ def simulation(requests_wanted: int) -> str:
 def define_flags() -> None:
   """The flags of this command."""
   flags.DEFINE_integer("conversations", 10_000, "Conversations.", lower_bound=100)
-  flags.DEFINE_integer("turns", 5_000, "Turns after the first of each conversation.", lower_bound=1)
+  flags.DEFINE_integer("turns", TURNS, "Turns after the first of each conversation.", lower_bound=1)
   flags.DEFINE_integer("requests", 0, "Turns to serve in virtual time as well.", lower_bound=0)
 
 
@@ -180,16 +217,8 @@ def main(args: flags.FlagValues) -> None:
   """Measures policies and queue, prints the table."""
   print(f"{args.conversations:,} conversations, half of them in host memory\n", flush=True)
   gc.freeze()  # a collection that looks at all that was imported takes 0.2 s
-  rows: list[dict[str, Any]] = []
-  for name, policy in policies(args.conversations).items():
-    victim, hearing = evictions(policy, args.conversations, args.turns)
-    rows.append({"what": f"{name}: eviction"} | victim.columns())
-    rows.append({"what": f"{name}: arrival or answer"} | hearing.columns())
-  rows += [
-    {"what": f"dual queue: {name}"} | timed.columns()
-    for name, timed in scheduling(args.conversations).items()
-  ]
-  print(table(rows, COLUMNS))
+  chosen = policies(args.conversations)
+  print(table(decisions(chosen, args.conversations, args.turns), COLUMNS))
   if args.requests:
     print(simulation(args.requests))
 

@@ -9,8 +9,9 @@
 For opkv and flexicache the model reads real texts; then it decodes what follows in them, token by
 token, whatever it says itself (teacher forcing). Items that count (all of opkv's but `recall_share`
 and `throughput`) give the same numbers on every machine. bidaw is about conversations, from a trace
-or made, and no model runs. --out_dir gets results.jsonl, manifest.json, comparison.json and a PNG;
-docs/opkv.md, docs/flexicache.md and docs/bidaw.md have the definitions.
+or made, and no model runs; of its items only `overheads` is timed. --out_dir gets
+results.jsonl, manifest.json, comparison.json and a PNG; docs/opkv.md, docs/flexicache.md and
+docs/bidaw.md have the definitions.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.results import Row
 from scripts.reproduce_bidaw.case import Case
-from scripts.reproduce_bidaw.serving import SUSTAINED_S, curve, every, sustained, tell
+from scripts.reproduce_bidaw.serving import SUSTAINED_S, at_rates, curve, every, sustained
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproducing import Comparison, Item
 
@@ -22,16 +22,13 @@ COLUMNS = (
 
 def run(case: Case) -> list[Row]:
   """A row for each rate and system."""
-  return every(case, (*STEPS, *WITHOUT), "ablation", tell)
+  return every(at_rates(case), (*STEPS, *WITHOUT), "ablation")
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
   """Latency by rate."""
-  lines = {}
-  for name in (*STEPS, *WITHOUT):
-    rates, seconds = curve(rows, name)
-    lines[name] = (rates, [min(one, 4 * SUSTAINED_S) for one in seconds])
-  draw([Panel("users a minute", "mean latency, s", lines)], title, path)
+  lines = {name: curve(rows, name) for name in (*STEPS, *WITHOUT)}
+  draw([Panel("users a minute", "mean latency, s", lines, log="y")], title, path)
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:

@@ -18,9 +18,10 @@ class Case(NamedTuple):
   Attributes:
     model: name of the shape.
     config: the shape.
-    workloads: the same conversations or their like at each rate.
+    workloads: the same conversations or their like at each rate; none where an item needs none.
     host_bytes: memory for histories.
     machine: for times of transfers.
+    conversations: how many there are at once, for what is measured by that.
   """
 
   model: str
@@ -28,6 +29,7 @@ class Case(NamedTuple):
   workloads: tuple[Workload, ...]
   host_bytes: float
   machine: Machine
+  conversations: tuple[int, ...] = ()
 
   @property
   def token_bytes(self) -> int:

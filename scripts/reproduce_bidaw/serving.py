@@ -10,12 +10,13 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from eval.results import Row
+from eval.tables import human_bytes
 from kvjax.engine.requests import Finished, Outcome
 from kvjax.sim.systems import SYSTEMS, Setup, System
 from kvjax.sim.workloads import Workload, requests
@@ -23,7 +24,9 @@ from scripts.reproduce_bidaw.case import Case, row_of
 
 MEASURED_FROM = 0.6  # of the time in which conversations begin: before, memory and queues fill
 SUSTAINED_S = 5.0  # most that the mean latency of a rate that is sustained may be [ours]
+HOPELESS = 20  # times that limit; a system beyond it is not run where it gets harder still
 PERCENTILES = (50, 90, 95, 99)
+SHARES = tuple(range(0, 101, 5))  # % of turns
 
 
 class Turns(NamedTuple):
@@ -69,15 +72,23 @@ def _run(case: Case, workload: Workload, name: str) -> Row:
     raise ValueError(f"{workload.name} is too short: no turn arrives in what is measured of it")
   turns = Turns(*map(np.array, zip(*columns, strict=True)))
   counted = Counted(*(late - early for late, early in zip(after, before, strict=True)))
-  return row_of(case, "serving", workload, system=name, failed=failed, **_fields(turns)) | {
-    "policy": f"bidaw_{name}",
-    "simulated": True,
-    "device": case.machine.name,
+  return _row(case, workload, name) | _fields(turns) | {
+    "failed": failed,
     "miss_ratio": counted.misses / max(1, counted.hits + counted.misses),
     "measured_s": end - begin,
     "ssd_read_bytes": counted.read_bytes,
     "ssd_written_bytes": counted.written_bytes,
     "ssd_rewriting_amplification": counted.rewritten_bytes / max(1, counted.written_bytes),
+  }
+
+
+def _row(case: Case, workload: Workload, name: str) -> Row:
+  """What was run, without what came of it."""
+  return row_of(case, "serving", workload, system=name, mean_latency_s=None) | {
+    "policy": f"bidaw_{name}",
+    "simulated": True,
+    "device": case.machine.name,
+    "ssd_gb_per_second": case.machine.disk_bytes_per_s / 1e9,
   }
 
 
@@ -107,15 +118,20 @@ def _fields(turns: Turns) -> Row:
     "mean_latency_s": float(turns.latency_s.mean()),
     "mean_ttft_s": float(turns.ttft_s.mean()),
     "mean_queueing_s": float(turns.queueing_s.mean()),
+    "p50_queueing_s": float(np.percentile(turns.queueing_s, 50)),
+    "p90_queueing_s": float(np.percentile(turns.queueing_s, 90)),
+    "queueing_ratio": float(turns.queueing_s.sum() / turns.latency_s.sum()),
     "fairness": float(means.sum() ** 2 / (len(means) * (means**2).sum())),
-    "queueing_by_share": np.percentile(turns.queueing_s, np.arange(0, 101, 5)).tolist(),
+    "queueing_by_share": np.percentile(turns.queueing_s, SHARES).tolist(),
   } | {f"p{at}_latency_s": float(np.percentile(turns.latency_s, at)) for at in PERCENTILES}
 
 
 def curve(rows: Iterable[Row], name: str) -> tuple[list[float], list[float]]:
-  """Rates and mean latencies of a system, by rate."""
+  """Rates and mean latencies of a system where it was run, by rate."""
   points = sorted(
-    (row["users_per_minute"] or 0.0, row["mean_latency_s"]) for row in rows if row["system"] == name
+    (row["users_per_minute"] or 0.0, row["mean_latency_s"])
+    for row in rows
+    if row["system"] == name and row["mean_latency_s"] is not None
   )
   return [rate for rate, _ in points], [seconds for _, seconds in points]
 
@@ -123,8 +139,10 @@ def curve(rows: Iterable[Row], name: str) -> tuple[list[float], list[float]]:
 def sustained(rates: Sequence[float], seconds: Sequence[float]) -> tuple[float, str]:
   """The rate at which mean latency reaches the limit, and in words.
 
-  Between two rates its logarithm is taken as linear.
+  Between two rates its logarithm is taken as linear; 0 where there are none.
   """
+  if not rates:
+    return 0.0, "not run"
   above = next((n for n, one in enumerate(seconds) if one > SUSTAINED_S), None)
   if above is None:
     return rates[-1], f"{rates[-1]:.3g} or more"
@@ -145,20 +163,56 @@ def at_rate(rates: Sequence[float], seconds: Sequence[float], rate: float) -> fl
   return math.exp((1 - share) * math.log(seconds[place - 1]) + share * math.log(seconds[place]))
 
 
-def every(case: Case, names: Sequence[str], item: str, tell: Callable[[Row], None]) -> list[Row]:
-  """A row of each system at each rate."""
-  rows = []
-  for workload in case.workloads:
+def at_rates(case: Case) -> list[tuple[Case, Workload]]:
+  """The points of a case whose workloads differ by rate."""
+  return [(case, workload) for workload in case.workloads]
+
+
+def at_highest_rate(rows: Sequence[Row]) -> dict[str, Row]:
+  """The last row of each system, without systems that were not run there."""
+  last = rows[-1]["users_per_minute"]
+  return {
+    row["system"]: row
+    for row in rows
+    if row["users_per_minute"] == last and row["mean_latency_s"] is not None
+  }
+
+
+def every(points: Iterable[tuple[Case, Workload]], names: Sequence[str], item: str) -> list[Row]:
+  """A row of each system at each point.
+
+  A system whose mean latency has passed 20 times the limit has rows without a latency from there
+  on: its queue grows as long as a run, and so does what it takes to serve it.
+
+  Args:
+    points: from the easiest to the hardest.
+    names: of systems.
+    item: of the rows.
+  """
+  rows, hopeless = [], set[str]()
+  for case, workload in points:
     for name in names:
-      rows.append(run(case, workload, name, item))
-      tell(rows[-1])
+      if name in hopeless:
+        row = _row(case, workload, name) | {"task": f"bidaw_{item}"}
+      else:
+        row = run(case, workload, name, item)
+        if row["mean_latency_s"] > HOPELESS * SUSTAINED_S:
+          hopeless.add(name)
+      _tell(row)
+      rows.append(row)
   return rows
 
 
-def tell(row: Row) -> None:
+def _tell(row: Row) -> None:
   """One line, since a run takes a while."""
+  seconds = row["mean_latency_s"]
+  text = (
+    f"not run, as its mean has passed {HOPELESS * SUSTAINED_S:g} s"
+    if seconds is None
+    else f"{seconds:.2f} s, {row['miss_ratio']:.2f} misses"
+  )
   print(
-    f"{row['users_per_minute'] or 0:.3g} users a minute, {row['system']}: "
-    f"{row['mean_latency_s']:.2f} s, {row['miss_ratio']:.2f} misses",
+    f"{row['users_per_minute'] or 0:.3g} users a minute, {human_bytes(row['host_kv_bytes'])}, "
+    f"{row['ssd_gb_per_second']:.3g} GB/s, {row['system']}: {text}",
     flush=True,
   )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,19 @@ from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
 from kvjax.sim.traces import read_trace
 from kvjax.sim.workloads import Workload, sample_users, users_per_minute
 from models import abstract
-from scripts.reproduce_bidaw import ablation, correlation, latency, miss_rate, trace
+from scripts.reproduce_bidaw import (
+  ablation,
+  correlation,
+  host_memory,
+  latency,
+  miss_rate,
+  overheads,
+  percentiles,
+  queueing,
+  ssd_bandwidth,
+  tensor_efficiency,
+  trace,
+)
 from scripts.reproduce_bidaw.case import Case
 from scripts.reproducing import Item, Paper, Started
 
@@ -27,7 +40,17 @@ SERVED: dict[str, Item] = {
   "miss_rate": miss_rate.ITEM,
   "ablation": ablation.ITEM,
 }
-ITEMS = COUNTED | SERVED
+AT_ONE_RATE: dict[str, Item] = {
+  "host_memory": host_memory.ITEM,
+  "queueing": queueing.ITEM,
+  "percentiles": percentiles.ITEM,
+  "ssd_bandwidth": ssd_bandwidth.ITEM,
+}
+WITHOUT_TRACE: dict[str, Item] = {
+  "tensor_efficiency": tensor_efficiency.ITEM,
+  "overheads": overheads.ITEM,
+}
+ITEMS = COUNTED | SERVED | AT_ONE_RATE | WITHOUT_TRACE
 MADE = {profile.name: profile for profile in (INTERACTIVE, CONTROL)}
 
 
@@ -38,12 +61,29 @@ class Size(NamedTuple):
   users: int | None
   rates: tuple[str, ...]
   minutes: float = 0.0  # of arrivals, where there is no number of users
+  conversations: tuple[int, ...] = ()
 
 
 FULL = Size("random:opt-13b", 6000, ("10", "20", "30"))
 SMALL = Size("random:opt-13b", 300, ("10",))
-FULL_SERVED = Size("random:opt-13b", None, ("10", "15", "20", "25", "30"), 60.0)
-SMALL_SERVED = Size("random:opt-13b", None, ("10", "25"), 3.0)
+SIZES: tuple[tuple[Mapping[str, Item], Size, Size], ...] = (
+  (COUNTED, FULL, SMALL),
+  (
+    SERVED,
+    FULL._replace(users=None, rates=("10", "15", "20", "25", "30"), minutes=60.0),
+    SMALL._replace(users=None, rates=("10", "25"), minutes=3.0),
+  ),
+  (
+    AT_ONE_RATE,
+    FULL._replace(users=None, rates=("20",), minutes=60.0),
+    SMALL._replace(users=None, rates=("25",), minutes=3.0),
+  ),
+  (
+    WITHOUT_TRACE,
+    FULL._replace(conversations=(100, 1_000, 10_000)),
+    SMALL._replace(conversations=(100, 1_000)),
+  ),
+)
 
 
 def define_flags() -> None:
@@ -73,13 +113,17 @@ def start(args: flags.FlagValues, name: str) -> Started:
     ValueError: a flag that is not legal, or a file that is no trace.
     OSError: there is no such file.
   """
-  sizes = (FULL_SERVED, SMALL_SERVED) if name in SERVED else (FULL, SMALL)
-  size = sizes[args.small]
+  size = next(small if args.small else full for items, full, small in SIZES if name in items)
   source = args.model if args["model"].present else size.model
   model, _ = abstract(source)
   shape = source.removeprefix("random:").rstrip("/").rpartition("/")[2]
+  case = Case(
+    shape, model.config, (), args.host_gb * 1e9, machine(args.machine), size.conversations
+  )
+  if name in WITHOUT_TRACE:
+    return Started(None, {}, f"Bidaw, {name}", lambda: ITEMS[name].run(case))
   workloads, data = _workloads(args, size)
-  case = Case(shape, model.config, workloads, args.host_gb * 1e9, machine(args.machine))
+  case = case._replace(workloads=workloads)
   title = f"Bidaw, {name}: {args.trace}, {shape}, {human_bytes(case.host_bytes)} for histories"
   for one in workloads:
     rate = users_per_minute(one)

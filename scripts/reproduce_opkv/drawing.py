@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from eval.plots import MARKERS, save, wrapped
 from eval.results import Row
@@ -22,12 +22,14 @@ class Panel(NamedTuple):
     y: name of the axis upwards.
     lines: label -> (xs, ys). Where xs are words the panel has bars, the same words for each label.
     paper: the paper's number, a dotted line; None for none.
+    log: axes that are logarithmic: "x", "y", "xy" or none.
   """
 
   x: str
   y: str
   lines: Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]
   paper: float | None = None
+  log: str = ""
 
 
 def bar_panels(rows: Sequence[Row], by: str, fields: Mapping[str, str]) -> list[Panel]:
@@ -53,13 +55,28 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
     (_bars if _has_bars(panel) else _lines)(axes, panel)
     if panel.paper is not None:
       axes.axhline(panel.paper, color="black", linestyle=":", linewidth=1, label="the paper")
-    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    _scale(axes, panel.log)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
   figure.suptitle(title.replace("$", r"\$"), fontsize=9, x=0.01, horizontalalignment="left")
   save(figure, path)
+
+
+def _scale(axes: Axes, log: str) -> None:
+  """Upwards from 0, or in logarithms, with numbers that are no powers of ten."""
+  for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+    if name in log:
+      axes.set(**{f"{name}scale": "log"})
+      axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+      axis.set_major_formatter("{x:g}")
+      axis.set_minor_formatter(NullFormatter())
+  low, high = axes.get_ylim()
+  if "y" in log:
+    axes.set_ylim(low, high * (high / low) ** 0.08)
+  else:
+    axes.set_ylim(0, 1.08 * high)
 
 
 def _has_bars(panel: Panel) -> bool:

@@ -18,10 +18,10 @@ from kvjax.config import ModelConfig
 from kvjax.sim import machine
 from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
 from kvjax.sim.workloads import Turn, from_turns
-from scripts.reproduce_bidaw import correlation, trace
+from scripts.reproduce_bidaw import correlation, latency, serving, tensor_efficiency, trace
 from scripts.reproduce_bidaw.case import Case, label_of
-from scripts.reproduce_bidaw.serving import at_rate, sustained
-from scripts.reproduce_bidaw.starting import COUNTED, ITEMS, SERVED
+from scripts.reproduce_bidaw.serving import SUSTAINED_S, at_rate, at_rates, every, sustained
+from scripts.reproduce_bidaw.starting import AT_ONE_RATE, COUNTED, ITEMS, SERVED, WITHOUT_TRACE
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ModelConfig("opt", 2, 4, 4, 8, 32, 128, 100, 100)  # 2 * 2 * 4 * 8 * 2 = 256 bytes a token
@@ -48,17 +48,31 @@ def test_an_item(name, made, tmp_path):
   _check(name, _case(*made, host_bytes=3e6), tmp_path)
 
 
+def _slow(*rates):
+  """Conversations for a machine whose disk is too slow, the more so the more of them there are."""
+  workloads = [generate(INTERACTIVE, 5 * rate, rate, 0) for rate in rates]
+  slow = machine("a800")._replace(disk_bytes_per_s=5e3)
+  return _case(*workloads, host_bytes=2e5)._replace(machine=slow)
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_an_item_that_is_served(name, tmp_path):
-  """Two rates, of which the second is too much for the disk of a slow machine."""
-  workloads = [generate(INTERACTIVE, 5 * rate, rate, 0) for rate in (4, 16)]
-  slow = _case(*workloads, host_bytes=2e5)._replace(
-    machine=machine("a800")._replace(disk_bytes_per_s=5e3)
-  )
-  rows = _check(name, slow, tmp_path)
+  rows = _check(name, _slow(4, 16), tmp_path)
   assert len(rows) == 2 * len(
     {(row.get("system"), row.get("eviction"), row.get("kept")) for row in rows}
   )
+
+
+@pytest.mark.parametrize("name", AT_ONE_RATE)
+def test_an_item_of_one_rate(name, tmp_path):
+  rows = _check(name, _slow(6), tmp_path)
+  cases = {(row["system"], row["host_kv_bytes"], row["ssd_gb_per_second"]) for row in rows}
+  assert len(rows) == len(cases)
+
+
+@pytest.mark.parametrize("name", WITHOUT_TRACE)
+def test_an_item_without_conversations(name, tmp_path):
+  _check(name, _case()._replace(conversations=(100, 200)), tmp_path)
 
 
 def _check(name, case, tmp_path):
@@ -67,8 +81,13 @@ def _check(name, case, tmp_path):
     append_row(tmp_path, row)
   rows = read_rows(tmp_path)
   assert table(rows, item.columns).count("\n") == len(rows) + 1
-  assert all(row[column] is not None for row in rows for column in item.columns)
-  assert all(row["simulated"] is (name != "correlation") for row in rows)
+  known = {column for row in rows for column, value in row.items() if value is not None}
+  assert known >= {*item.columns}
+  ran = [row for row in rows if row.get("mean_latency_s", 0) is not None]
+  always = {*item.columns} - {"rebuild_gflop_per_saved_mb", "saved_read_s", "memory_bytes"}
+  assert all(row[column] is not None for row in ran for column in always)
+  simulated = name not in ("correlation", "overheads")
+  assert all(row["simulated"] is simulated for row in rows)
   item.plot(rows, "a $title", tmp_path / "plot.png")
   assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
   assert all(one.paper and one.ours and one.reason for one in item.compare(rows))
@@ -82,6 +101,54 @@ def test_rates_and_latencies_by_hand():
   assert at_rate([10, 20], [1.0, 100.0], 15) == pytest.approx(10)
   assert sustained([10, 20], [1.0, 2.0]) == (20, "20 or more")
   assert sustained([10, 20], [6.0, 7.0]) == (10, "under 10")
+
+
+def test_a_system_far_beyond_the_limit_is_not_run_at_higher_rates(monkeypatch):
+  case, names = _slow(4, 8), ("flashgen", "ideal")
+  whole = every(at_rates(case), names, "latency")
+  assert whole[0]["mean_latency_s"] > 2 * whole[1]["mean_latency_s"]  # of flashgen and of ideal
+  monkeypatch.setattr(serving, "HOPELESS", whole[0]["mean_latency_s"] / SUSTAINED_S / 1.5)
+  rows = every(at_rates(case), names, "latency")
+  assert [row["system"] for row in rows] == [*names, *names]
+  assert rows[2]["mean_latency_s"] is None and "miss_ratio" not in rows[2]
+  assert [rows[n] == whole[n] for n in range(4)] == [True, True, False, True]
+
+
+def test_latencies_beside_each_other_by_hand(tmp_path):
+  """FlashGen sustains 10 + 10 log2(5/4) = 13.2, where Bidaw has 1.25 s."""
+  seconds = {
+    "recompute": (200.0, None, None),
+    "cached_attention": (2.0, 50.0, None),
+    "flashgen": (4.0, 8.0, 200.0),
+    "bidaw": (1.0, 2.0, 4.0),
+    "ideal": (1.0, 1.0, 2.0),
+  }
+  rows = [
+    {"trace": "made", "system": name, "users_per_minute": rate, "mean_latency_s": mean}
+    | {"over_ideal_ratio": mean}
+    for name, means in seconds.items()
+    for rate, mean in zip((10.0, 20.0, 30.0), means, strict=True)
+  ]
+  ratio, rates, ideal = latency.compare(rows)
+  assert ratio.ours == "50.00 at 30 users a minute; 4.00 at 13.2, the most that flashgen sustains"
+  assert rates.ours.startswith("2.27 (cached_attention 12.8, flashgen 13.2, bidaw 30 or more")
+  assert ideal.ours == "2.00, at 24 users a minute"
+  assert ratio.figure == "Fig. 15" and ratio.paper == "up to 3.58"
+  latency.plot(rows, "by hand", tmp_path / "plot.png")
+  control = latency.compare([row | {"trace": "control"} for row in rows])
+  assert [one.figure for one in control] == ["Fig. 17"] * 3 and control[1].paper == "1.40"
+
+
+def test_what_a_kept_byte_saves():
+  rows = {row["model"]: row for row in tensor_efficiency.run(_case())}
+  opt, grouped = rows["opt-13b"], rows["llama-3.1-8b"]
+  saves = [opt[f"{form}_gflop_per_mb"] for form in ("kv", "activation")]
+  assert saves == pytest.approx([30.72, 51.2])
+  assert opt["rebuild_gflop_per_saved_mb"] == pytest.approx(10.24)  # 2 * 5120 operations a byte
+  assert opt["saved_read_s"] == pytest.approx(2048 * 409_600 / 1.5e9, rel=1e-3)
+  assert opt["pays"] == "yes" and opt["rebuild_s"] < opt["saved_read_s"] / 10
+  assert grouped["pays"] == "no" and grouped["saved_read_s"] is None
+  assert {*rows} > {"shape", "opt-30b", "qwen2.5-7b"}
 
 
 def test_a_trace_by_hand():

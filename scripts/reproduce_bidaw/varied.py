@@ -1,0 +1,67 @@
+"""Systems on cases that differ by one number, as host memory or the disk's rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from eval.results import Row
+from scripts.reproduce_bidaw.case import Case
+from scripts.reproduce_bidaw.serving import at_highest_rate, curve, every, sustained
+from scripts.reproduce_opkv.drawing import Panel, draw
+
+SYSTEMS = ("cached_attention", "flashgen", "bidaw", "ideal")
+_TOLD = ("flashgen", "bidaw")
+
+
+def run(cases: Sequence[Case], item: str) -> list[Row]:
+  """A row for each rate, case and system.
+
+  Args:
+    cases: with the same workloads; the one that is served fastest first.
+    item: of the rows.
+  """
+  rates = range(len(cases[0].workloads))
+  return [
+    row
+    for rate in rates
+    for row in every([(case, case.workloads[rate]) for case in cases], SYSTEMS, item)
+  ]
+
+
+def by_value(rows: Sequence[Row], field: str) -> dict[float, list[Row]]:
+  """Rows by the number that differs, ascending."""
+  values = sorted({row[field] for row in rows})
+  return {value: [row for row in rows if row[field] == value] for value in values}
+
+
+def plot(by: Mapping[float, Sequence[Row]], x: str, title: str, path: Path) -> None:
+  """Mean latency by the number, which is in the unit of x, at the highest rate."""
+  lines: dict[str, tuple[list[float], list[float]]] = {}
+  for value, rows in by.items():
+    for name, row in at_highest_rate(rows).items():
+      values, seconds = lines.setdefault(name, ([], []))
+      values.append(value)
+      seconds.append(row["mean_latency_s"])
+  draw([Panel(x, "mean latency, s", lines, log="y")], title, path)
+
+
+def means(by: Mapping[float, Sequence[Row]], unit: str) -> str:
+  """Mean latencies of FlashGen and Bidaw at the highest rate, in words."""
+  return "; ".join(f"{_means(rows)} with {value:g} {unit}" for value, rows in by.items())
+
+
+def _means(rows: Sequence[Row]) -> str:
+  found = at_highest_rate(rows)
+  return " and ".join(
+    f"{found[name]['mean_latency_s']:.2f} s" if name in found else "not run" for name in _TOLD
+  )
+
+
+def rates(by: Mapping[float, Sequence[Row]], unit: str) -> str:
+  """What FlashGen and Bidaw sustain, in words."""
+  found = {
+    value: " and ".join(sustained(*curve(rows, name))[1] for name in _TOLD)
+    for value, rows in by.items()
+  }
+  return "; ".join(f"{text} with {value:g} {unit}" for value, text in found.items())
