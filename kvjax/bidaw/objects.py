@@ -1,9 +1,10 @@
-"""One object on disk: the keys and values of a stretch of one conversation, and whose they are.
+"""One object on disk: what is kept of a stretch of one conversation, and whose it is.
 
     8 bytes   magic
     u64, u64  length and xxh3 of the header, little endian
     header    JSON; spaces at its end let the payload begin at a multiple of 64
-    payload   f[T, L, 2, K, D], keys and values of T tokens, little endian
+    payload   f[T, L, 2, K, D], keys and values of T tokens, little endian; or f[T, L*E + 2],
+              activations (`kvjax.bidaw.tensor_cache.packed`)
 
 The header has all token ids of the conversation up to here, a few bytes each beside kilobytes of
 keys and values, so that what is damaged can be computed anew. The tokens before an object are as
@@ -23,7 +24,8 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-LAYOUT = 1  # of objects, and of names in their folder; raise it when either changes
+LAYOUT = 2  # of objects, and of names in their folder; raise it when either changes
+KEYS_VALUES, ACTIVATIONS = "keys and values", "activations"  # what is kept of a token
 _MAGIC, _ALIGN = b"kvjaxkv\n", 64
 _FIXED = struct.Struct("<8sQQ")
 
@@ -45,8 +47,9 @@ class Stamp:
     tokenizer: hash of what made the token ids; "" where there is none.
     positions: the position rule of the keys, in words.
     dtype: numpy name of their dtype.
-    shape: (L, K, D).
+    shape: (L, K, D); of activations (L, 1, E).
     tenant: whose conversations they are.
+    tensors: `KEYS_VALUES` or `ACTIVATIONS`.
     layout: of the objects.
   """
 
@@ -56,6 +59,7 @@ class Stamp:
   dtype: str
   shape: tuple[int, int, int]
   tenant: str = ""
+  tensors: str = KEYS_VALUES
   layout: int = LAYOUT
 
   @property
@@ -70,14 +74,16 @@ class Stamp:
     return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
 
   @property
-  def token_shape(self) -> tuple[int, int, int, int]:
-    """(L, 2, K, D), of one token."""
+  def token_shape(self) -> tuple[int, ...]:
+    """Of one token: (L, 2, K, D); of activations (L*E + 2,)."""
     layers, heads, size = self.shape
+    if self.tensors == ACTIVATIONS:
+      return (layers * heads * size + 2,)
     return layers, 2, heads, size
 
   @property
   def token_bytes(self) -> int:
-    """Of the keys and values of one token."""
+    """Of what is kept of one token."""
     return math.prod(self.token_shape) * self.numpy_dtype.itemsize
 
 

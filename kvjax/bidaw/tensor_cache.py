@@ -17,7 +17,7 @@ so the last bit of a token's keys depends on how many tokens were multiplied wit
 it is the same on the same machine, in f32 and in bf16. Rebuilt in another shape, on a CPU and in
 f32, numbers of an answer differ in their last bits: none at E = 128, 84 in 100 at E = 768. On
 another device or version of XLA all may, as those of a prompt that is read again. The paper has no
-word about this.
+word about this. What a conversation keeps has the shapes of its steps beside it (`packed`).
 
 Departures. The paper has a low-priority stream for the rebuilding; here it is an ordinary program.
 x of a whole row is on the device while a turn runs, half as much again as keys and values.
@@ -138,6 +138,49 @@ def activations(cache: KVCache, row: int, start: int, stop: int) -> np.ndarray:
 @jax.jit
 def _of_row(x: tuple[jax.Array, ...], row: jax.Array) -> jax.Array:
   return jnp.stack([jax.lax.dynamic_index_in_dim(one, row, keepdims=False)[0] for one in x])
+
+
+@partial(jax.jit, static_argnums=3)
+def take_activations(state: Kept, slot: jax.Array, start: jax.Array, size: int) -> jax.Array:
+  """What a row has kept of size positions from start i32[] on, on the device.
+
+  Returns:
+    f[size, L*E], layer after layer; zeros beyond the capacity.
+  """
+  index = start + jnp.arange(size, dtype=jnp.int32)
+  rows = [jax.lax.dynamic_index_in_dim(one, slot, keepdims=False)[0] for one in state.x]
+  taken = [jnp.take(row, index, axis=0, mode="fill", fill_value=0) for row in rows]
+  return jnp.concatenate(taken, axis=1)
+
+
+def packed(x: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
+  """Activations that know how they were made, for stores that cut and join histories by tokens.
+
+  Args:
+    x: f[n, L*E].
+    runs: of the n tokens, in their order.
+
+  Returns:
+    f[n, L*E + 2]: the last two of a token are B and S of its step, as integers of as many bytes as
+    the numbers have; they mean nothing as numbers.
+  """
+  tokens = [run.tokens for run in runs]
+  shapes = np.array([run[1:] for run in runs], _integers(x.dtype))
+  return np.concatenate([x, np.repeat(shapes, tokens, axis=0).view(x.dtype)], axis=1)
+
+
+def unpacked(kept: np.ndarray, layers: int) -> tuple[np.ndarray, list[Run]]:
+  """x f[L, n, E] and runs, for `rebuild`, of what `packed` gave, f[n, L*E + 2]."""
+  n, width = kept.shape
+  shapes = np.ascontiguousarray(kept[:, -2:]).view(_integers(kept.dtype))
+  first = np.flatnonzero((np.diff(shapes.astype(int), axis=0, prepend=-1) != 0).any(axis=1))
+  tokens = np.diff(first, append=n)
+  runs = [Run(int(t), *map(int, shapes[at])) for t, at in zip(tokens, first, strict=True)]
+  return kept[:, :-2].reshape(n, layers, (width - 2) // layers).swapaxes(0, 1), runs
+
+
+def _integers(dtype: np.dtype) -> np.dtype:
+  return np.dtype(f"u{dtype.itemsize}")
 
 
 def rebuild(

@@ -54,9 +54,24 @@ def fill_from(
   Returns:
     f[1, E], the hidden state of the last token, and the cache that prefilled.
   """
-  size, held = runner.chunk_tokens, sum(map(len, chunks))
+  blocks = _blocks(chunks, runner.chunk_tokens)
+  return fill_from_blocks(runner, params, tokens, blocks, sum(map(len, chunks)))
+
+
+def fill_from_blocks(
+  runner: Runner,
+  params: Params,
+  tokens: Sequence[int],
+  blocks: Sequence[np.ndarray] | Sequence[jax.Array],
+  held: int,
+) -> tuple[jax.Array, KVCache]:
+  """`fill_from` of keys and values in blocks f[S, L, 2, K, D], S the runner's chunk_tokens.
+
+  Of the blocks, one after another, held tokens count; those wholly beyond are not looked at.
+  """
+  size = runner.chunk_tokens
   cache = steps.empty_cache(runner)
-  for start, block in enumerate(_blocks(chunks, size)):
+  for start, block in enumerate(blocks[: -(-held // size)]):
     cache = put_kv(runner, cache, block, np.int32(start * size), np.int32(held))
   dtype = jax.tree.leaves(params)[0].dtype
   last = jnp.zeros((1, runner.model.config.embed_dim), dtype)

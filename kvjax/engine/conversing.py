@@ -23,12 +23,13 @@ import jax
 import numpy as np
 
 from kvjax.bidaw.conversations import Where
-from kvjax.bidaw.objects import Stamp
+from kvjax.bidaw.objects import ACTIVATIONS, KEYS_VALUES, Stamp
 from kvjax.bidaw.scheduler import DualQueue
 from kvjax.bidaw.tiers import Tiers
 from kvjax.engine.batching import JaxBackend
 from kvjax.engine.clock import Clock
-from kvjax.engine.continuing import check_continues, fill_from, kv_of
+from kvjax.engine.continuing import check_continues
+from kvjax.engine.kept import filled, keeps_activations, on_host, taken, zeros
 from kvjax.engine.preparing import Runner
 from kvjax.engine.requests import Finished, Outcome, Request
 from kvjax.engine.sampling import Sampling
@@ -58,9 +59,11 @@ def stamp_of(runner: Runner, tokenizer: str = "", tenant: str = "") -> Stamp:
     positions = "learned, keys without"
   else:
     positions = f"rotary {config.rope_theta} {config.rope_scaling}, keys turned at true positions"
-  shape = config.num_layers, config.num_kv_heads, config.head_dim
-  dtype = runner.decode_config.dtype
-  return Stamp(config.content_hash, tokenizer, positions, dtype, shape, tenant)
+  dtype, layers = runner.decode_config.dtype, config.num_layers
+  shape, tensors = (layers, config.num_kv_heads, config.head_dim), KEYS_VALUES
+  if keeps_activations(runner):
+    shape, tensors = (layers, 1, config.embed_dim), ACTIVATIONS
+  return Stamp(config.content_hash, tokenizer, positions, dtype, shape, tenant, tensors)
 
 
 class _Row(NamedTuple):
@@ -69,7 +72,7 @@ class _Row(NamedTuple):
   Attributes:
     request: the turn.
     tokens: ids of the row, grown in place: history, prompt, and what was fed since.
-    first: position from which keys and values are not at hand elsewhere.
+    first: position from which nothing is kept elsewhere.
   """
 
   request: Request
@@ -78,7 +81,7 @@ class _Row(NamedTuple):
 
 
 class _Left(NamedTuple):
-  """A turn that has left its slot, with the keys and values that are new."""
+  """A turn that has left its slot, with what is kept of its new tokens."""
 
   row: _Row
   blocks: list[jax.Array]
@@ -91,7 +94,8 @@ class ConversationBackend(JaxBackend):
   same user is started, and one that is forced upon it is lost, with a reason.
 
   Args:
-    runner: from `prepare`: policy dense on store resident.
+    runner: from `prepare`: policy dense on store resident; `keeping(dense)` for histories that are
+      activations (`kvjax.engine.kept`).
     params: weights of its model.
     histories: what conversations have, of the runner's stamp.
     sampling: how tokens are chosen.
@@ -124,10 +128,10 @@ class ConversationBackend(JaxBackend):
   def warm_up(self) -> None:
     """Compiles all that turns need; before any has a slot."""
     stamp = self.histories.files.stamp
-    kv = np.zeros((1, *stamp.token_shape), stamp.numpy_dtype)
-    self._admit(0, [0, 0], [kv])
+    history = zeros(self._runner, stamp.token_shape, stamp.numpy_dtype)
+    self._admit(0, [0] * (len(history) + 1), [history])
     self.step({})
-    for block in kv_of(self._runner, self.cache, 0, 0, 1):
+    for block in taken(self._runner, self.cache, 0, 0, 1):
       block.block_until_ready()
     super().stop(0)
 
@@ -166,7 +170,7 @@ class ConversationBackend(JaxBackend):
     """The row ends; what is new of it is on its way to the host, in case its turn is done."""
     row = self._rows.pop(slot, None)
     if row is not None:
-      blocks = kv_of(self._runner, self.cache, slot, row.first, len(row.tokens))
+      blocks = taken(self._runner, self.cache, slot, row.first, len(row.tokens))
       self._left[row.request.user] = _Left(row, blocks)
     super().stop(slot)
 
@@ -183,11 +187,12 @@ class ConversationBackend(JaxBackend):
     known = len(self.histories.history(request.user).tokens)
     tokens = [*row.tokens[: known + len(request.prompt)], *finished.tokens]
     assert len(tokens) == known + new
-    kv = np.concatenate([to_host(block) for block in blocks])[: len(row.tokens) - row.first]
-    self.histories.end_turn(request.user, tokens, row.first, kv)
+    read = known + len(request.prompt) - row.first
+    left = on_host(self._runner, blocks, len(row.tokens) - row.first, read)
+    self.histories.end_turn(request.user, tokens, row.first, left)
 
   def _admit(self, slot: int, tokens, chunks) -> int:
-    last, one = fill_from(self._alone, self._params, tokens, chunks)
+    last, one = filled(self._alone, self._params, tokens, chunks)
     args = self._params, self.cache, one, last, self._keys[1], np.int32(slot)
     token, self.cache = admit(self._runner, self._sampling, *args)
     return int(to_host(token)[0])

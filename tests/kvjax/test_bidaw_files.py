@@ -138,7 +138,10 @@ def test_damage_is_found_dropped_and_reported(opened, tmp_path, how, which, agai
     assert len(left) == len(list(left[0].parent.iterdir())) == which + (len(tokens) > before)
 
 
-@pytest.mark.parametrize("field", ["model", "tokenizer", "positions", "tenant", "dtype", "layout"])
+FIELDS = ("model", "tokenizer", "positions", "tenant", "dtype", "tensors", "layout")
+
+
+@pytest.mark.parametrize("field", FIELDS)
 def test_of_another_stamp_nothing_is_returned(opened, tmp_path, field):
   other = dataclasses.replace(STAMP, **{field: {"dtype": "float16", "layout": 0}.get(field, "b")})
   tokens = write(opened(), 1)

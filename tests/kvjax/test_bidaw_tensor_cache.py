@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.bidaw import activations_cost, keys_values_cost, why_no_activations
-from kvjax.bidaw.tensor_cache import Run, activations, keeping, rebuild
+from kvjax.bidaw.tensor_cache import Run, activations, keeping, packed, rebuild, unpacked
 from kvjax.bidaw.tensor_costs import pass_flops
 from kvjax.cache import paged
 from kvjax.cache.contiguous import Contiguous
@@ -127,6 +127,21 @@ def test_slots_that_come_and_go():
     runs = [Run(3, 1, CHUNK), Run(prompt - 3, 1, CHUNK), Run(made, 3, 1)]
     pair = rebuild(model, params, x, runs, CAPACITY)
     check_bits(pair, in_cache(backend.cache, slot, prompt + made))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_know_how_they_were_made(dtype):
+  """Cut anywhere and joined again, runs are as before; shapes are integers to the bit."""
+  runs = [Run(3, 1, 64), Run(2, 5, 1), Run(4, 65535, 1), Run(1, 1, 64)]
+  x = np.random.default_rng(0).normal(size=(10, 6)).astype(jnp.dtype(dtype))
+  kept = packed(x, [*runs[:2], Run(0, 7, 7), *runs[2:]])
+  assert kept.shape == (10, 8) and kept.dtype == x.dtype
+  for cut in range(11):
+    joined = np.concatenate([kept[:cut].copy(), kept[cut:]])
+    back, again = unpacked(joined, 3)
+    assert again == runs
+    np.testing.assert_array_equal(back, x.reshape(10, 3, 2).swapaxes(0, 1))
+  assert unpacked(kept[:4], 3)[1] == [Run(3, 1, 64), Run(1, 5, 1)]
 
 
 def test_a_policy_that_selects_is_the_same_beside_it():

@@ -14,21 +14,24 @@ import pytest
 from kvjax import CacheConfig, generate, make_policy, prepare
 from kvjax.bidaw import DualQueue, Placement, Where, lru
 from kvjax.bidaw.files import HistoryFiles, Kind, Piece
+from kvjax.bidaw.tensor_cache import keeping
 from kvjax.bidaw.tiers import Tiers
 from kvjax.engine import steps
 from kvjax.engine.clock import WallClock
 from kvjax.engine.continuing import continue_chunk, fill_from, kv_of
 from kvjax.engine.conversing import ConversationBackend, converse, stamp_of
+from kvjax.engine.kept import filled
 from kvjax.engine.requests import Outcome, Request
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.serving import Server, serve
+from kvjax.engine.slots import with_batch
 from models import build
 from tests.kvjax import matrix
 from tests.kvjax.test_bidaw_files import Stalled, damage, full_disk
 from tests.models import tiny
 
 NEW, CAPACITY = 5, 320
-FAMILIES = ("llama", "opt")
+FORMS = (("llama", False), ("opt", False), ("opt", True))  # family, whether activations are kept
 
 
 @cache
@@ -41,20 +44,19 @@ def model_of(family: str):
 
 
 @cache
-def runner_of(family: str, policy: str = "dense", **options):
+def runner_of(family: str, policy: str = "dense", *, slots=1, activations=False, **options):
   """One slot: that steps of one row and of two round alike is not what is asked here."""
-  config = CacheConfig(1, CAPACITY, matrix.PAGE)
-  return prepare(
-    model_of(family)[0], make_policy(policy, **options), "resident", config, chunk_tokens=64
-  )
+  config, chosen = CacheConfig(slots, CAPACITY, matrix.PAGE), make_policy(policy, **options)
+  chosen = keeping(chosen) if activations else chosen
+  return prepare(model_of(family)[0], chosen, "resident", config, chunk_tokens=64)
 
 
 class Stand:
   """A backend with its histories, which can be closed and opened again."""
 
-  def __init__(self, folder, family="llama", host_bytes=1 << 30):
-    self.runner, self.params = runner_of(family), model_of(family)[1]
-    self.folder, self.host_bytes, self.ids = folder, host_bytes, 0
+  def __init__(self, folder, family="llama", **options):
+    self.runner, self.params = runner_of(family, **options), model_of(family)[1]
+    self.folder, self.ids = folder, 0
     self.open()
 
   def open(self):
@@ -66,7 +68,7 @@ class Stand:
     """A placement that knows of nothing in host memory."""
     for user in list(self.tiers._host):
       self.tiers.evict(user)
-    self.placement = Placement(self.host_bytes, lru(), self.tiers.evict)
+    self.placement = Placement(1 << 30, lru(), self.tiers.evict)
     self.queue = DualQueue(self.placement, self.tiers)
     for user, size in self.tiers.found():
       self.placement.found(user, size)
@@ -102,12 +104,12 @@ PROMPTS = [matrix.tokens_of([n], seed=n)[0] for n in (7, 52, 60, 1, 100)]
 
 
 @cache
-def uninterrupted(family: str):
+def uninterrupted(family: str, activations: bool = False):
   """Answers of a row that has never left the device, and its keys and values.
 
   Each answer is also that of a generation that reads everything before it as one prompt.
   """
-  one, params = runner_of(family), model_of(family)[1]
+  one, params = runner_of(family, activations=activations), model_of(family)[1]
   key = jax.random.key(0)[None]
   answers, stream, held, state = [], [], 0, None
   for prompt in PROMPTS:
@@ -135,10 +137,18 @@ def uninterrupted(family: str):
   return answers, stream, kv
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_goes_on_as_if_it_had_never_left(family, stand):
-  answers, stream, kv = uninterrupted(family)
-  served = stand(family)
+def kv_in(served: Stand, tokens: np.ndarray, chunks) -> np.ndarray:
+  """Keys and values f[n, L, 2, K, D] of a history, which a row begins with."""
+  one, held = with_batch(served.runner, 1), sum(map(len, chunks))
+  _, state = filled(one, served.params, tokens.tolist(), chunks)
+  return np.concatenate(kv_of(one, state, 0, 0, held))[:held]
+
+
+@pytest.mark.parametrize(("family", "activations"), FORMS)
+def test_a_conversation_goes_on_as_if_it_had_never_left(family, activations, stand):
+  answers, stream, kv = uninterrupted(family, activations)
+  assert answers == uninterrupted(family)[0]
+  served = stand(family, activations=activations)
   for turn, prompt in enumerate(PROMPTS):
     other = served.turns([(1, prompt[:3]), (7, prompt)])
     assert list(other[1].tokens) == answers[turn]
@@ -148,13 +158,37 @@ def test_a_conversation_goes_on_as_if_it_had_never_left(family, stand):
       served.restart()
   history = served.tiers.history(7)
   assert history.tokens.tolist() == stream
-  np.testing.assert_array_equal(np.concatenate(history.chunks), kv)
+  np.testing.assert_array_equal(kv_in(served, history.tokens, history.chunks), kv)
   assert not served.tiers.take_faults()
   stamp = served.tiers.files.stamp
   served.tiers.flush()
   on_disk = served.tiers.files.read(7, history.tokens)
-  np.testing.assert_array_equal(np.concatenate(on_disk), kv)
-  assert kv.nbytes == len(kv) * stamp.token_bytes
+  np.testing.assert_array_equal(np.concatenate(on_disk), np.concatenate(history.chunks))
+  assert sum(chunk.nbytes for chunk in on_disk) == len(kv) * stamp.token_bytes
+  config = served.runner.model.config
+  numbers = config.num_layers * config.embed_dim + 2 if activations else kv[0].size
+  assert stamp.token_bytes == 4 * numbers
+
+
+def test_activations_of_turns_that_were_decoded_together(stand):
+  """Prompts are read alone and answers made in steps of two rows: from disk, turn after turn, what
+  is rebuilt of both has the bits of keys and values that were kept as such."""
+  prompts, found = [PROMPTS[1], PROMPTS[0], PROMPTS[4]], []
+  for activations in (False, True):
+    served = stand("opt", slots=2, activations=activations)
+    for prompt in prompts:
+      ended = served.turns([(1, prompt[:9]), (7, prompt)])
+      assert all(one.outcome is Outcome.DONE for one in ended.values())
+      served.queue_anew()
+    histories = {user: served.tiers.history(user) for user in (1, 7)}
+    for user, history in histories.items():
+      chunks = served.tiers.files.read(user, history.tokens)
+      assert not history.chunks and len(chunks) == len(prompts)
+      found.append((history.tokens, kv_in(served, history.tokens, chunks)))
+  for (tokens, kv), (same_tokens, same_kv) in zip(found[:2], found[2:], strict=True):
+    assert len(kv) == len(tokens) - 1
+    np.testing.assert_array_equal(tokens, same_tokens)
+    np.testing.assert_array_equal(kv, same_kv)
 
 
 def first_turns(served: Stand, count: int) -> None:
@@ -288,13 +322,17 @@ def test_what_cannot_go_on_is_refused(stand):
     ConversationBackend(runner_of("opt"), model_of("opt")[1], served.tiers)
   with pytest.raises(ValueError, match="policy 'quest' on store 'resident' keeps more of a row"):
     ConversationBackend(runner_of("llama", "quest", dense_layers=1), params, served.tiers)
+  assert stamp_of(runner_of("opt", activations=True)) != stamp_of(runner_of("opt"))
+  with pytest.raises(ValueError, match=r"activations are 64 numbers .* keys and values 64"):
+    runner_of("llama", activations=True)
   nameless = build(dataclasses.replace(model_of("llama")[0].config, content_hash=""))
   with pytest.raises(ValueError, match="has no content_hash; load it with"):
     stamp_of(runner_of("llama")._replace(model=nameless))
 
 
-def test_after_warming_up_nothing_compiles(stand, caplog):
-  served = stand()
+@pytest.mark.parametrize(("family", "activations"), FORMS[::2])
+def test_after_warming_up_nothing_compiles(family, activations, stand, caplog):
+  served = stand(family, activations=activations)
   served.backend.warm_up()
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
     served.turns([(1, PROMPTS[2])])
