@@ -17,6 +17,7 @@ from kvjax.config import ModelConfig
 from kvjax.engine.requests import Request
 from kvjax.engine.serving import Made, Skipped
 from kvjax.sim import costs
+from kvjax.sim.engine_costs import EngineCosts
 from kvjax.sim.hardware import Machine
 
 NO_TOKEN = -1  # what a simulated model says; no stop token
@@ -39,6 +40,8 @@ class History(NamedTuple):
 class SimBackend:
   """A model on a machine, in the time that `kvjax.sim.costs` gives it.
 
+  Or on a real engine, in the seconds that were measured of it (`EngineCosts`).
+
   A request starts with what its conversation has: keys and values in host memory come over the
   link, one layer after another while those before them compute, and everything else is read with
   the prompt. Like a real backend's, a start has the device for itself. Keys and values are written
@@ -50,7 +53,8 @@ class SimBackend:
     machine: from `hardware`.
     slots: requests that are decoded at once.
     histories: user -> what the conversation has now; without it every prompt stands alone.
-    as_activations: what the host keeps; see above.
+    as_activations: what the host keeps.
+    engine: what starts and steps take; None for what the machine would.
 
   Attributes:
     reserved_tokens: that requests in slots may come to have, at most `room_tokens`.
@@ -69,6 +73,7 @@ class SimBackend:
     histories: Callable[[int], History] = lambda user: History(),
     *,
     as_activations: bool = False,
+    engine: EngineCosts | None = None,
   ):
     numbers = config.num_layers * costs.layer_numbers(config) + costs.head_numbers(config)
     weights, device = numbers * machine.item_bytes, machine.device_bytes
@@ -83,9 +88,14 @@ class SimBackend:
     self._config, self._machine, self._slots, self._histories = config, machine, slots, histories
     # A step's time grows by the same with every token; the rest hangs on the number of rows.
     rows = range(1, slots + 1)
-    self._rows_s = [0.0, *(costs.decode_step_s(config, machine, [0] * n) for n in rows)]
-    many = 10**9
-    self._token_s = (costs.decode_step_s(config, machine, [many]) - self._rows_s[1]) / many
+    if engine is None:
+      rows_s = [costs.decode_step_s(config, machine, [0] * n) for n in rows]
+      many = 10**9
+      token_s = (costs.decode_step_s(config, machine, [many]) - rows_s[0]) / many
+    else:
+      rows_s = [engine.step_s + n * engine.row_s for n in rows]
+      token_s = engine.token_s
+    self._rows_s, self._token_s, self._engine = [0.0, *rows_s], token_s, engine
     self._as_activations = as_activations
     self.reserved_tokens = 0
     self._reserved: dict[int, int] = {}  # slot -> tokens it may come to have
@@ -143,9 +153,9 @@ class SimBackend:
     steps = most_steps
     if within_s <= first_s:
       steps = 1
-    elif seconds(most_steps) > within_s:  # steps^2 + p steps - q = 0
-      p, q = 2 * first_s / longer_s - 1, 2 * within_s / longer_s
-      steps = math.ceil(2 * q / (p + math.sqrt(p * p + 4 * q)))
+    elif seconds(most_steps) > within_s:  # longer_s / 2 * steps^2 + rest * steps - within_s = 0
+      rest = first_s - longer_s / 2
+      steps = math.ceil(2 * within_s / (rest + math.sqrt(rest * rest + 2 * longer_s * within_s)))
       steps -= steps > 1 and seconds(steps - 1) >= within_s  # of rounding
       steps = min(steps + (seconds(steps) < within_s), most_steps)
     self._skipped += steps
@@ -170,7 +180,9 @@ class SimBackend:
     return self._rows_s[rows] + attended * self._token_s
 
   def _start_s(self, reloaded: int, read: int) -> float:
-    """Two stages, link and compute, through which the layers go one after another."""
+    """On a machine two stages, link and compute, through which the layers go one after another."""
+    if self._engine is not None:
+      return self._engine.starting_s(reloaded, read)
     layers, item_bytes = self._config.num_layers, self._machine.item_bytes
     kept_bytes = costs.activation_bytes if self._as_activations else costs.kv_bytes
     num_bytes = kept_bytes(self._config, reloaded, item_bytes)

@@ -4,7 +4,8 @@
       ...
 
 All are the same serving loop, backend, placement and disk; they differ by a `Design`. Histories
-that are read from disk are on disk for all of them, and writing costs no time.
+that are read from disk are on disk for all of them, and writing costs no time. (On an engine whose
+costs were measured a turn that ends takes time to store.)
 
 | system | queue | leaves host memory | keeps |
 | --- | --- | --- | --- |
@@ -31,6 +32,7 @@ from kvjax.bidaw import (
   InOrder,
   Placement,
   PreviousAnswer,
+  Read,
   TimedDisk,
   Where,
   lru,
@@ -41,6 +43,7 @@ from kvjax.engine.requests import Finished, Outcome, Request
 from kvjax.engine.serving import serve
 from kvjax.sim import costs
 from kvjax.sim.backend import History, SimBackend
+from kvjax.sim.engine_costs import EngineCosts
 from kvjax.sim.hardware import Machine
 
 IDLE_S = 3600.0  # after which a conversation's history is forgotten, as in CachedAttention
@@ -56,12 +59,15 @@ class Setup(NamedTuple):
     machine: from `hardware`; its disk is the one that is read.
     host_bytes: of host memory for histories.
     slots: turns that are decoded at once, at most.
+    engine: what starts, steps and ends take, as measured; None for what the machine would. Its loop
+      sees only between two steps that a read has ended, and then begins the next one.
   """
 
   config: ModelConfig
   machine: Machine
   host_bytes: int
   slots: int = SLOTS
+  engine: EngineCosts | None = None
 
 
 class Design(NamedTuple):
@@ -108,20 +114,21 @@ SYSTEMS: dict[str, Design] = {
 
 
 class PartialDisk(TimedDisk):
-  """A disk of whose histories only a share is read.
+  """A disk of whose histories only a share is read, and which may be looked at now and then only.
 
   Args:
     bytes_per_s: of a read.
     seek_s: before its first byte.
     share: of each history.
+    polled: a read ends when it is seen, so that the next one begins only then.
 
   Attributes:
     partial: users whose history was read in part and whose turn has not ended.
   """
 
-  def __init__(self, bytes_per_s: float, seek_s: float, share: float):
+  def __init__(self, bytes_per_s: float, seek_s: float, share: float, *, polled: bool = False):
     super().__init__(bytes_per_s, seek_s)
-    self._share = share
+    self._share, self._polled = share, polled
     self.partial: set[int] = set()
 
   def read_s(self, num_bytes: int) -> float:
@@ -130,6 +137,10 @@ class PartialDisk(TimedDisk):
   def begin(self, user: int, num_bytes: int, now: float) -> None:
     super().begin(user, int(num_bytes * self._share), now)
     self.partial.add(user)
+
+  def ended(self, now: float) -> list[Read]:
+    reads = super().ended(now)
+    return [read._replace(ended_s=now) for read in reads] if self._polled else reads
 
 
 class System:
@@ -151,16 +162,19 @@ class System:
   """
 
   def __init__(self, design: Design, setup: Setup):
-    config, machine = setup.config, setup.machine
+    config, machine, engine = setup.config, setup.machine, setup.engine
     self.token_bytes, activations = kept_bytes(design, setup)
     self._share = read_share(setup, self.token_bytes) if design.in_part else 1.0
-    self.disk = PartialDisk(machine.disk_bytes_per_s, machine.transfer_s, self._share)
+    self.disk = PartialDisk(
+      machine.disk_bytes_per_s, machine.transfer_s, self._share, polled=engine is not None
+    )
     host_bytes = WITHOUT_END if design.without_end else setup.host_bytes
     self.placement = Placement(host_bytes, design.eviction(host_bytes))
     self.queue = design.queue(self.placement, self.disk)
     self.backend = SimBackend(
-      config, machine, setup.slots, self.history, as_activations=activations
+      config, machine, setup.slots, self.history, as_activations=activations, engine=engine
     )
+    self._store_s = 0.0 if engine is None else engine.store_s
     self.written_bytes = self.rewritten_bytes = 0
     self._keeps = design.keeps
     self._tokens: dict[int, int] = {}  # user -> of its history, as far as the context reaches
@@ -168,8 +182,10 @@ class System:
 
   def serve(self, requests: Iterable[Request]) -> Iterator[Finished]:
     """Serves requests by arrival, and gives each as it ends; once."""
-    for finished in serve(requests, self.backend, VirtualClock(), self.queue):
+    clock = VirtualClock()
+    for finished in serve(requests, self.backend, clock, self.queue):
       self._ended(finished)
+      clock.spend(self._store_s)
       yield finished
 
   def history(self, user: int) -> History:

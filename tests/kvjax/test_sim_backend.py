@@ -11,6 +11,7 @@ from kvjax.engine.requests import Outcome, Request
 from kvjax.engine.serving import serve
 from kvjax.sim import MACHINES, costs, machine
 from kvjax.sim.backend import NO_TOKEN, History, SimBackend
+from kvjax.sim.engine_costs import EngineCosts, start_parts
 from kvjax.sim.generator import INTERACTIVE, generate
 from kvjax.sim.workloads import requests
 from models import abstract
@@ -61,6 +62,50 @@ def test_a_step_by_hand():
   assert backend.step({0: NO_TOKEN}).seconds == pytest.approx(
     costs.decode_step_s(CONFIG, PLAIN, [13])
   )
+
+
+ENGINE = EngineCosts(64, 1.0, 0.5, 0.25, 2.0, 0.125, 0.0625, 8.0)
+
+
+@pytest.mark.parametrize(
+  ("kept", "tokens", "chunks", "blocks"),
+  [(0, 1, 1, 0), (0, 64, 1, 0), (0, 65, 2, 0), (63, 64, 1, 1), (64, 65, 1, 1), (130, 200, 2, 3)],
+)
+def test_what_a_start_of_a_real_engine_does(kept, tokens, chunks, blocks):
+  """What is read begins at the chunk in which what is kept ends."""
+  assert start_parts(64, kept, tokens) == (chunks, blocks)
+
+
+@pytest.mark.parametrize(
+  ("past", "there", "prompt", "seconds"),
+  [
+    (0, 0, 10, 1.0 + 0.5),
+    (65, 65, 10, 1.0 + 0.5 + 0.25),
+    (131, 131, 62, 1.0 + 2 * 0.5 + 3 * 0.25),  # of 193 tokens 130 are kept: chunks 2 and 3
+    (131, 0, 10, 1.0 + 3 * 0.5),
+  ],
+)
+def test_a_start_of_a_measured_engine(past, there, prompt, seconds):
+  machine = PLAIN._replace(device_bytes=1e18)
+  backend = SimBackend(CONFIG, machine, 2, lambda user: History(past, there), engine=ENGINE)
+  made = backend.start(0, _request(prompt=prompt))
+  assert made.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("token_s", [0.0625, 0.0])
+def test_steps_of_a_measured_engine(token_s):
+  """One by one and at one go; where no step is longer than the one before, too."""
+  machine, engine = PLAIN._replace(device_bytes=1e18), ENGINE._replace(token_s=token_s)
+  one, many = (SimBackend(CONFIG, machine, 2, engine=engine) for _ in range(2))
+  for backend in (one, many):
+    for slot in range(2):
+      backend.start(slot, _request(prompt=10, new=50))
+  first = one.step({0: NO_TOKEN, 1: NO_TOKEN}).seconds
+  assert first == pytest.approx(2.0 + 2 * 0.125 + 22 * token_s)
+  second = one.step({0: NO_TOKEN, 1: NO_TOKEN}).seconds
+  steps, _, seconds = many.skip(40, first + second / 2)
+  assert (steps, seconds) == (2, pytest.approx(first + second))
+  assert many.skip(40, 0.0).steps == 1
 
 
 def test_room_is_for_history_prompt_and_answer():

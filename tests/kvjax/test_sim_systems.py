@@ -9,6 +9,7 @@ import pytest
 from kvjax.bidaw import DualQueue, Where, lru
 from kvjax.engine.requests import Outcome, Request
 from kvjax.sim import costs, machine
+from kvjax.sim.engine_costs import EngineCosts
 from kvjax.sim.generator import INTERACTIVE, generate
 from kvjax.sim.hardware import Machine
 from kvjax.sim.systems import SYSTEMS, Design, Setup, System, kept_bytes, read_share
@@ -112,6 +113,27 @@ def test_who_waits_for_the_disk_by_hand():
   assert [dual[id] for id in (3, 4)] == pytest.approx([101, 100.1])
   flashgen = by_hand("flashgen")  # a fast device computes nearly all anew
   assert flashgen[3] == pytest.approx(100, abs=1e-3) and flashgen[4] >= flashgen[3]
+
+
+def test_a_measured_engine_by_hand():
+  """A start takes 1 s, a step 4 s, a turn that ended 8 s; the disk reads a history in 1.5 s.
+
+  Histories of users 0 and 1 are on disk only, and both ask during a step for user 3.
+  """
+  engine = EngineCosts(64, 1.0, 0.0, 0.0, 4.0, 0.0, 0.0, 8.0)
+  token_bytes = costs.kv_bytes(OPT, 1, 2)
+  disk = A800._replace(disk_bytes_per_s=68 * token_bytes, transfer_s=0.0)
+  asked = [turn(user, user, arrival_s) for user, arrival_s in enumerate((0.0, 10.0, 40.0, 60.0))]
+  asked += [turn(4, 3, 100.0, 5, new=9), turn(5, 0, 102.0, 5, new=3), turn(6, 1, 102.5, 5)]
+  system = System(SYSTEMS["dual_queue"], Setup(OPT, disk, 310 * token_bytes, 4, engine))
+  ended = {one.request.id: one for one in system.serve(asked)}
+  # The second turn arrives at 10 s and waits until the first is stored.
+  times = [(ended[id].first_token_s, ended[id].ended_s) for id in (0, 1)]
+  assert times == [(1, 5), (14, 18)]
+  # The reads are asked for at 105 s, after the step. The first has ended at 106.5 s, which is seen
+  # at 109 s, and the other begins only then; a start and a step later it is there.
+  assert ended[4].first_token_s == 101
+  assert [ended[id].started_s for id in (5, 6)] == [109, 114]
 
 
 def test_flashgen_reads_and_computes_equally_long():
