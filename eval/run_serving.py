@@ -2,12 +2,14 @@
 
     python -m eval.run_serving
     python -m eval.run_serving --eviction=lru --host_mb=4
+    python -m eval.run_serving --model=models/small/small-opt --tensors=activations
     python -m eval.run_serving --model=smollm2-135m --speed=4 --users=8 --host_mb=100
 
 A model answers the turns of made conversations as they arrive: histories go to host memory, which
 is bounded, and to files, and come back, while others compute (`kvjax.engine.conversing`). Then the
-same turns are simulated on a machine made of three numbers of the run (`eval.predicting`). Answers
-do not depend on what was where: another --eviction or --host_mb gives the same.
+same turns are simulated, on an engine and a disk of which is known what each operation took in the
+run (`eval.predicting`). Answers do not depend on what was where, nor on what is kept of a history:
+another --eviction, --host_mb or --tensors gives the same.
 
 The folder gets manifest.json, results.jsonl with the measured and the simulated row (fields:
 `eval.serving_rows`), and turns.jsonl with a line for each turn, its answer in token ids.
@@ -22,7 +24,7 @@ from absl import flags
 from tqdm import tqdm
 
 from eval import cli
-from eval.predicting import measured_machine, predicted_row
+from eval.predicting import measured_setup, predicted_row
 from eval.results import (
   TURNS,
   Row,
@@ -34,8 +36,9 @@ from eval.results import (
 )
 from eval.serving import EVICTIONS, Case, Served, make_turns, serve
 from eval.serving_rows import MEANS, measured_row, turn_line
-from eval.tables import human_bytes, human_seconds, table
+from eval.tables import human_bytes, table
 from kvjax import CacheConfig, make_policy, prepare
+from kvjax.bidaw.tensor_cache import keeping
 from kvjax.engine.continuing import check_continues
 from kvjax.engine.conversing import stamp_of
 from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
@@ -43,10 +46,11 @@ from models import load
 from models.memory import params_bytes
 
 SMALL = Path(__file__).resolve().parents[1] / "models" / "small" / "small-llama"
+TENSORS = ("keys_values", "activations")
 PROFILES = {profile.name: profile for profile in (INTERACTIVE, CONTROL)}
 TIMES = (
-  *("simulated", "turns", "failed_turns", "mean_ttft_s", "ttft_s_p50", "ttft_s_p99"),
-  *("mean_tpot_s", "tpot_s_p99", "mean_queueing_s", "mean_latency_s"),
+  *("simulated", "turns", "failed_turns", "slot_busy_ratio", "mean_ttft_s", "ttft_s_p50"),
+  *("ttft_s_p99", "mean_tpot_s", "tpot_s_p99", "mean_queueing_s", "mean_latency_s"),
 )
 PLACES = (
   *("simulated", "new_turns", "host_turns", "disk_turns", "recomputed_turns", "miss_ratio"),
@@ -71,6 +75,7 @@ def define_flags() -> None:
     "histories_dir", None, "Empty folder for histories; default: a temporary one."
   )
   flags.DEFINE_integer("seed", 0, "Of the workload and its tokens.", lower_bound=0)
+  flags.DEFINE_enum("tensors", TENSORS[0], TENSORS, "What is kept of histories.")
   cli.define_out_dir("serving")
   for name in ("users_per_minute", "speed", "host_mb"):
     flags.register_validator(name, lambda value: 0 < value < 1e12, "expected a positive number")
@@ -87,7 +92,7 @@ def main(args: flags.FlagValues) -> None:
     append_lines(out_dir / TURNS, [turn_line(one, served) for one in served.finished])
     measured = measured_row(case, served)
     append_row(out_dir, measured)
-    simulated = predicted_row(case, measured_machine(case, served), measured)
+    simulated = predicted_row(case, measured_setup(case, served), measured)
     append_row(out_dir, simulated)
   print_tables(measured, simulated)
   print(f"\nwritten to {out_dir}")
@@ -101,9 +106,10 @@ def make_case(args: flags.FlagValues) -> Case:
   """
   loaded = load(args.model)
   config = CacheConfig(args.slots, args.slot_tokens)
-  runner = prepare(
-    loaded.model, make_policy("dense"), "resident", config, chunk_tokens=args.chunk_tokens
-  )
+  policy = make_policy("dense")
+  if args.tensors == "activations":
+    policy = keeping(policy)
+  runner = prepare(loaded.model, policy, "resident", config, chunk_tokens=args.chunk_tokens)
   check_continues(runner)
   shape = loaded.model.config
   workload = generate(PROFILES[args.workload], args.users, args.users_per_minute, args.seed)
@@ -129,8 +135,9 @@ def print_plan(case: Case, args: flags.FlagValues) -> None:
     f"of questions and {answered:,} of answers\n"
     f"device: {args.slots} slots of {args.slot_tokens:,} tokens, "
     f"{human_bytes(runner.decode_bytes.keys_values)}; host: {human_bytes(case.host_bytes)}, "
-    f"{case.eviction}; disk: at the end {human_bytes((asked + answered) * token_bytes)} of "
-    f"histories in {args.histories_dir or 'a temporary folder'}",
+    f"{case.eviction}, {args.tensors}; disk: at the end "
+    f"{human_bytes((asked + answered) * token_bytes)} of histories in "
+    f"{args.histories_dir or 'a temporary folder'}",
     flush=True,
   )
 
@@ -146,14 +153,25 @@ def print_tables(measured: Row, simulated: Row) -> None:
   """Times and places of both, and how far they are apart."""
   rows = [measured, simulated]
   print(f"\n{table(rows, TIMES)}\n\n{table(rows, PLACES)}\n")
-  machine = simulated["machine"]
   ratios = ((name[5:-2], simulated.get(f"{name[5:-2]}_ratio")) for name in MEANS)
   told = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios if ratio is not None)
   print(
     f"simulated over measured means: {told}\n"
-    f"on a machine of {machine['product_flops_per_s'] / 1e9:.3g} GFLOP/s, "
-    f"{human_seconds(machine['layer_s'])} a layer, and a disk of "
-    f"{machine['disk_bytes_per_s'] / 1e6:,.0f} MB/s, as measured in this run"
+    f"told of this run, in means: {told_costs(simulated['costs'])}"
+  )
+
+
+def told_costs(costs: Row) -> str:
+  """What the simulator was told, in words."""
+
+  def ms(name: str, times: int = 1) -> str:
+    return f"{costs[name] * times * 1e3:.3g} ms"
+
+  return (
+    f"a start {ms('start_s')}, {ms('chunk_s')} more for each chunk that is read and "
+    f"{ms('restore_s')} for one that is restored; a step {ms('step_s')}, {ms('row_s')} more for "
+    f"each row and {ms('token_s', 1000)} for 1,000 tokens; the end of a turn {ms('store_s')}; a "
+    f"read {ms('read_s')}, at {costs['read_bytes_per_s'] / 1e6:,.0f} MB/s"
   )
 
 

@@ -107,6 +107,9 @@ class Served(NamedTuple):
     finished: turns as they ended.
     starts: request id -> its start.
     steps: of rows each.
+    attended: tokens that each step attended to, of all its rows.
+    stored_s: seconds in which turns that had ended were stored, before the loop went on.
+    loop_s: seconds of the loop in which nothing was computed or stored and it did not sleep.
     reads: of bytes each, in the threads that read.
     written_bytes: to disk.
     sleeps: of the loop while a turn was ready; there should be none.
@@ -119,6 +122,9 @@ class Served(NamedTuple):
   finished: Sequence[Finished]
   starts: dict[int, Start]
   steps: Sequence[Span]
+  attended: Sequence[int]
+  stored_s: float
+  loop_s: float
   reads: Sequence[Span]
   written_bytes: int
   sleeps: Sequence[Span]
@@ -177,18 +183,21 @@ class WatchedQueue(DualQueue[Request]):
 
 
 class WatchedClock:
-  """Another clock; notes sleeps while something is true that should not be."""
+  """Another clock; notes how long it slept, and sleeps while something is so that should not be."""
 
   def __init__(self, clock: Clock, noted: Callable[[], bool]):
     self.now, self.spend = clock.now, clock.spend
     self.sleeps: list[Span] = []
+    self.slept_s = 0.0
     self._clock, self._noted = clock, noted
 
   def wait_until(self, then: float) -> None:
     noted, begin = self._noted(), time.perf_counter()
     self._clock.wait_until(then)
+    span = Span(begin, time.perf_counter())
+    self.slept_s += span.seconds
     if noted:
-      self.sleeps.append(Span(begin, time.perf_counter()))
+      self.sleeps.append(span)
 
 
 class WatchedBackend(ConversationBackend):
@@ -199,6 +208,8 @@ class WatchedBackend(ConversationBackend):
     self.warm_up()
     self.starts: dict[int, Start] = {}
     self.steps: list[Span] = []
+    self.attended: list[int] = []
+    self.stored_s = 0.0
     self._fetched = histories.fetched
 
   def start(self, slot: int, request: Request) -> Made:
@@ -216,7 +227,18 @@ class WatchedBackend(ConversationBackend):
     made = super().step(tokens)
     if tokens:  # not while warming up
       self.steps.append(Span(begin, time.perf_counter(), len(tokens)))
+      self.attended.append(sum(len(self._rows[slot].tokens) for slot in tokens))
     return made
+
+  def stop(self, slot: int) -> None:
+    begin = time.perf_counter()
+    super().stop(slot)
+    self.stored_s += time.perf_counter() - begin
+
+  def ended(self, finished: Finished) -> None:
+    begin = time.perf_counter()
+    super().ended(finished)
+    self.stored_s += time.perf_counter() - begin
 
 
 def make_turns(
@@ -283,16 +305,22 @@ def serve(
     backend = WatchedBackend(case.runner, case.loaded.params, tiers)
     placement = Placement(case.host_bytes, EVICTIONS[case.eviction](case.host_bytes), tiers.evict)
     queue = WatchedQueue(placement, tiers)
-    watched = WatchedClock(clock(), lambda: queue.has_ready)
+    watched, begin = WatchedClock(clock(), lambda: queue.has_ready), time.perf_counter()
     for one in converse(case.turns, backend, watched, queue):
       finished.append(one)
       tell(one)
+    seconds = time.perf_counter() - begin
   finally:
     tiers.close()
+  spans = [*(start.span for start in backend.starts.values()), *backend.steps]
+  busy_s = sum(span.seconds for span in spans) + backend.stored_s
   return Served(
     finished,
     backend.starts,
     backend.steps,
+    backend.attended,
+    backend.stored_s,
+    max(0.0, seconds - busy_s - watched.slept_s),
     files.reads,
     files.written_bytes,
     watched.sleeps,

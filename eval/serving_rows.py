@@ -9,6 +9,7 @@ import numpy as np
 
 from eval.results import Row, percentiles, runner_row
 from eval.serving import Case, Served, Span
+from kvjax.engine.conversing import stamp_of
 from kvjax.engine.requests import Finished, Outcome
 
 TIERS = ("host", "disk", "recomputed", "new")
@@ -42,6 +43,8 @@ def measured_row(case: Case, served: Served) -> Row:
 def case_row(case: Case, finished: Sequence[Finished]) -> Row:
   """What is known of measured and simulated runs alike.
 
+  `slot_busy_ratio` is the share of the seconds of all slots in which they had a turn.
+
   Raises:
     ValueError: no turn was answered.
   """
@@ -53,13 +56,17 @@ def case_row(case: Case, finished: Sequence[Finished]) -> Row:
   if not tpot_s:
     raise ValueError("no turn has an answer of two tokens; give more users")
   latency_s = [one.ended_s - one.request.arrival_s for one in done]
+  served_s = [one.ended_s - one.started_s for one in done if one.started_s is not None]
+  seconds = max(one.ended_s for one in finished)
   means = map(np.mean, (ttft_s, tpot_s, queueing_s, latency_s))
   return runner_row(case.runner, model=case.loaded.name, task="serving") | {
     "eviction": case.eviction,
     "host_bytes": case.host_bytes,
+    "tensors": stamp_of(case.runner).tensors,
     "turns": len(done),
     "failed_turns": len(finished) - len(done),
-    "seconds": max(one.ended_s for one in finished),
+    "seconds": seconds,
+    "slot_busy_ratio": sum(served_s) / (seconds * case.runner.decode_config.batch_size),
     **dict(zip(MEANS, map(float, means), strict=True)),
     **percentiles("ttft_s", ttft_s),
     **percentiles("tpot_s", tpot_s),

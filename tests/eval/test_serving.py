@@ -9,18 +9,21 @@ import time
 import numpy as np
 import pytest
 
-from eval.predicting import measured_machine, predicted_row
+from eval.predicting import measured_setup, predicted_row
 from eval.results import ROW_FIELDS
+from eval.run_serving import SMALL
 from eval.serving import EVICTIONS, Case, Served, Span, Start, WatchedClock, make_turns, serve
 from eval.serving_rows import MEANS, TIERS, computed, measured_row, overlap_ratio, turn_line
 from kvjax import CacheConfig, make_policy, prepare
+from kvjax.bidaw.tensor_cache import keeping
 from kvjax.engine.clock import VirtualClock
 from kvjax.engine.requests import Outcome, Request
+from kvjax.sim.engine_costs import EngineCosts
 from kvjax.sim.workloads import Turn, from_turns
 from models import load
 from tests.eval.test_throughput import _run
 
-MODEL = "random:stories260k"
+MODEL, OPT = "random:stories260k", str(SMALL.with_name("small-opt"))
 TOKEN_BYTES = 5 * 2 * 4 * 8 * 4  # of its keys and values
 
 
@@ -104,33 +107,77 @@ def test_a_line_of_a_turn(runs):
     assert line["arrival_s"] <= line["started_s"] <= line["first_token_s"] <= line["ended_s"]
 
 
-def of_times(case: Case, start_s: float, step_s: float, byte_s: float) -> Served:
-  """A run in which everything takes as long as is said; who was there does not count."""
-  starts = {
-    turn.id: Start(Span(0.0, start_s), past=100, kept=100, prompt=len(turn.prompt), from_disk=False)
-    for turn in case.turns
-  }
-  steps, reads = [Span(0.0, step_s, 2)] * 50, [Span(0.0, 1000 * byte_s, 1000)]
-  return Served((), starts, steps, reads, 0, (), 0.0, 0, 0, ())
+COSTS = EngineCosts(64, 3e-3, 8e-3, 5e-4, 14e-3, 1e-3, 2e-6, 2e-3)
+READ_S, BYTES_PER_S = 2e-3, 5e8
 
 
-def test_the_machine_of_a_run_takes_as_long(case):
-  """Starts and steps of the simulated backend are, in the mean, those that were measured."""
-  machine = measured_machine(case, of_times(case, 0.030, 0.004, 2e-9))
-  assert machine.disk_bytes_per_s == pytest.approx(5e8)
-  measured = dict.fromkeys(MEANS, 2.0)
+def of_costs(case: Case, costs: EngineCosts) -> Served:
+  """A run whose operations take what is said, but for what a turn that ends and the loop take."""
+
+  def start(id: int, past: int, prompt: int) -> Start:
+    seconds = costs.starting_s(past, prompt)
+    return Start(Span(id, id + seconds), past, max(0, past - 1), prompt, from_disk=False)
+
+  def step(rows: int, attended: int) -> Span:
+    return Span(
+      0.0, costs.step_s - 1e-3 + rows * costs.row_s + attended * costs.token_s, amount=rows
+    )
+
+  pasts = (0, 0, 70, 131, 200, 90)
+  starts = {id: start(id, past, 5 + 30 * id) for id, past in enumerate(pasts)}
+  amounts = [(1 + n % 3, 40 * n * n) for n in range(12)]
+  reads = [Span(1.0, 1.0 + READ_S + n / BYTES_PER_S, n) for n in (1000, 50_000, 200_000)]
+  return Served(
+    finished=(),
+    starts=starts,
+    steps=[step(*amount) for amount in amounts],
+    attended=[attended for _, attended in amounts],
+    stored_s=costs.store_s * len(starts),
+    loop_s=1e-3 * len(amounts),
+    reads=reads,
+    written_bytes=0,
+    sleeps=(),
+    disk_call_s=0.0,
+    hits=0,
+    misses=0,
+    faults=(),
+  )
+
+
+def test_costs_of_a_run_are_found(case):
+  """From times of operations that hang on what they did as the engine's do."""
+  setup = measured_setup(case, of_costs(case, COSTS))
+  assert setup.engine is not None and setup.engine == pytest.approx(COSTS, rel=1e-6)
+  assert setup.machine.transfer_s == pytest.approx(READ_S)
+  assert setup.machine.disk_bytes_per_s == pytest.approx(BYTES_PER_S)
+  assert (setup.slots, setup.host_bytes) == (2, case.host_bytes)
+  silent = measured_setup(case, of_costs(case, COSTS)._replace(reads=()))
+  assert silent.machine.transfer_s == 0 and silent.machine.disk_bytes_per_s > 1e17
+
+
+def test_costs_below_nothing_are_none_and_the_sum_stays(case):
+  """Steps that take less the more rows they have: no cost of a row, and the mean of a step."""
+  served = of_costs(case, COSTS)
+  steps = [Span(0.0, 0.02 - 0.004 * step.amount, step.amount) for step in served.steps]
+  engine = measured_setup(case, served._replace(steps=steps, loop_s=0.0)).engine
+  assert engine is not None and engine.row_s == 0
+  told = [engine.step_s + engine.token_s * tokens for tokens in served.attended]
+  assert sum(told) == pytest.approx(sum(step.seconds for step in steps))
+
+
+def test_the_simulated_run_takes_what_it_was_told(case):
+  """Turns that are alone wait for nobody: a start, and a step for each token after the first."""
+  setup = measured_setup(case, of_costs(case, COSTS))
   alone = case._replace(turns=[turn_at(turn, 10.0 * turn.id) for turn in case.turns])
-  row = predicted_row(alone, machine, measured)
+  row = predicted_row(alone, setup, dict.fromkeys(MEANS, 2.0))
   assert row["simulated"] is True and row["mean_queueing_s"] == 0.0
-  assert row["mean_ttft_s"] == pytest.approx(0.030, rel=1e-6)
+  starts = [COSTS.starting_s(0, len(turn.prompt)) for turn in case.turns]
+  assert row["mean_ttft_s"] == pytest.approx(np.mean(starts))
   assert row["ttft_ratio"] == row["mean_ttft_s"] / 2.0
-  # Steps of the run were of two rows; of one they take less, by the products of a row.
-  assert 0.5 * 0.004 < row["mean_tpot_s"] < 0.004
-  assert row["machine"]["layer_s"] == machine.layer_s
-  # Starts that are shorter than steps are those of no machine; the nearest has no products.
-  nearest = measured_machine(case, of_times(case, 0.001, 0.004, 1e-9))
-  assert nearest.product_flops_per_s == pytest.approx(1e18)
-  assert 0.001 < 5 * nearest.layer_s < 0.004
+  assert 0.015 < row["mean_tpot_s"] < 0.0152  # with 2 us for each of up to 33 tokens
+  assert row["costs"]["chunk_s"] == pytest.approx(COSTS.chunk_s)
+  served_s = sum(starts) + sum((t.max_new_tokens - 1) * row["mean_tpot_s"] for t in case.turns)
+  assert row["slot_busy_ratio"] == pytest.approx(served_s / (2 * row["seconds"]), rel=0.01)
 
 
 def turn_at(turn: Request, arrival_s: float) -> Request:
@@ -139,11 +186,26 @@ def turn_at(turn: Request, arrival_s: float) -> Request:
 
 def test_the_simulated_run_reads_as_the_real_one(runs):
   """Tiers are those of the placement that ran: with room for all nothing is read."""
-  machine = measured_machine(runs[1][0], of_times(runs[1][0], 0.030, 0.004, 2e-9))
-  rows = [predicted_row(case, machine, dict.fromkeys(MEANS, 1.0)) for case, _ in runs]
+  setups = [measured_setup(case, of_costs(case, COSTS)) for case, _ in runs]
+  measured = dict.fromkeys(MEANS, 1.0)
+  rows = [
+    predicted_row(case, setup, measured) for (case, _), setup in zip(runs, setups, strict=True)
+  ]
   assert rows[0]["miss_ratio"] == rows[0]["disk_read_bytes"] == 0
   assert all(row["miss_ratio"] > 0 and row["disk_read_bytes"] > 0 for row in rows[1:])
   assert all(row["turns"] == len(runs[0][0].turns) for row in rows)
+
+
+def test_activations_are_half_of_what_is_written():
+  """Of an OPT; nothing runs but the simulator."""
+  loaded, config, rows = load(OPT), CacheConfig(2, 256), []
+  for policy in (make_policy("dense"), keeping(make_policy("dense"))):
+    runner = prepare(loaded.model, policy, "resident", config, chunk_tokens=64)
+    case = Case(loaded, runner, three_rounds(), "lru", host_bytes=1 << 30)
+    setup = measured_setup(case, of_costs(case, COSTS))
+    rows.append(predicted_row(case, setup, dict.fromkeys(MEANS, 1.0)))
+  assert rows[1]["disk_written_bytes"] * 2 == rows[0]["disk_written_bytes"]
+  assert [row["tensors"] for row in rows] == ["keys and values", "activations"]
 
 
 def test_overlap_by_hand():
@@ -174,6 +236,7 @@ def test_sleeps_are_noted_while_a_turn_is_ready():
   for _ in range(2):
     clock.wait_until(1.0)
   assert len(clock.sleeps) == 1 and clock.now() == 1.0
+  assert clock.slept_s > clock.sleeps[0].seconds > 0
 
 
 def test_turns_of_a_workload():
@@ -222,6 +285,7 @@ def test_the_command(tmp_path):
     (["--speed=0"], "--speed=0.0: expected a positive number"),
     (["--chunk_tokens=100"], "chunk_tokens 100 is not one of"),
     (["--slot_tokens=2"], "fits into 2 tokens"),
+    (["--tensors=activations"], "so keeping activations does not pay; keep keys and values"),
   ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, expected):
