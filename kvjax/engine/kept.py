@@ -26,8 +26,8 @@ from kvjax.bidaw.tensor_cache import (
 )
 from kvjax.cache import KVCache
 from kvjax.engine.continuing import fill_from, fill_from_blocks, kv_of
-from kvjax.engine.sharded import to_host
 from kvjax.engine.preparing import Runner
+from kvjax.engine.sharded import to_host
 from kvjax.types import Params
 
 
@@ -48,7 +48,9 @@ def taken(runner: Runner, cache: KVCache, slot: int, first: int, end: int) -> li
     return kv_of(runner, cache, slot, first, end)
   size, state = runner.chunk_tokens, cache.policy_state
   starts = range(first, end, size)
-  blocks = [take_activations(state, np.int32(slot), np.int32(start), size) for start in starts]
+  blocks: list[jax.Array] = [
+    take_activations(state, np.int32(slot), np.int32(start), size) for start in starts
+  ]
   for block in blocks:
     block.copy_to_host_async()
   return blocks

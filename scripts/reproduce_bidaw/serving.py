@@ -72,14 +72,18 @@ def _run(case: Case, workload: Workload, name: str) -> Row:
     raise ValueError(f"{workload.name} is too short: no turn arrives in what is measured of it")
   turns = Turns(*map(np.array, zip(*columns, strict=True)))
   counted = Counted(*(late - early for late, early in zip(after, before, strict=True)))
-  return _row(case, workload, name) | _fields(turns) | {
-    "failed": failed,
-    "miss_ratio": counted.misses / max(1, counted.hits + counted.misses),
-    "measured_s": end - begin,
-    "ssd_read_bytes": counted.read_bytes,
-    "ssd_written_bytes": counted.written_bytes,
-    "ssd_rewriting_amplification": counted.rewritten_bytes / max(1, counted.written_bytes),
-  }
+  return (
+    _row(case, workload, name)
+    | _fields(turns)
+    | {
+      "failed": failed,
+      "miss_ratio": counted.misses / max(1, counted.hits + counted.misses),
+      "measured_s": end - begin,
+      "ssd_read_bytes": counted.read_bytes,
+      "ssd_written_bytes": counted.written_bytes,
+      "ssd_rewriting_amplification": counted.rewritten_bytes / max(1, counted.written_bytes),
+    }
+  )
 
 
 def _row(case: Case, workload: Workload, name: str) -> Row:
