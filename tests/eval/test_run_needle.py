@@ -17,6 +17,7 @@ import pytest
 from eval import harness, lines, loop, predictions, run_needle, tasks
 from kvjax import make_policy
 from kvjax.types import Policy
+from tests import commands
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
 
@@ -119,7 +120,7 @@ def test_the_fields_of_a_row(finished):
 
 def test_shared_prefill_gives_the_same_answers(inputs, finished, tmp_path):
   flags = ("--policies=quest,streaming,dense", "--share_prefill", "--out_dir=out")
-  done = _run(*inputs, *flags, folder=tmp_path)
+  done = commands.run("eval.run_needle", *inputs, *flags, folder=tmp_path)
   assert done.returncode == 0, done.stderr
   shared, own = _answers(tmp_path / "out"), _answers(finished[1])
   assert {key: one["pred"] for key, one in shared.items()} == {
@@ -154,7 +155,7 @@ def test_options_tell_policies_apart(inputs, tmp_path):
   policies = "dense,quest,quest:score=mean:candidates=4,snapkv:window=16:new_tokens=300"
   flags = [*inputs[:2], "--prompt_tokens=700", "--num_samples=1", "--tasks=niah_single"]
   flags += [f"--policies={policies}", "--budget_tokens=128", "--out_dir=out"]
-  done = _run(*flags, folder=tmp_path)
+  done = commands.run("eval.run_needle", *flags, folder=tmp_path)
   assert done.returncode == 0, done.stderr
   rows = _rows(tmp_path / "out")
   assert [row["policy"] for row in rows] == policies.split(",")

@@ -21,6 +21,7 @@ from kvjax.engine.requests import Outcome, Request
 from kvjax.sim.engine_costs import EngineCosts
 from kvjax.sim.workloads import Turn, from_turns
 from models import load
+from tests import commands
 from tests.eval.test_throughput import _run
 
 MODEL, OPT = "random:stories260k", str(SMALL.with_name("small-opt"))
@@ -273,7 +274,7 @@ def test_the_command(tmp_path):
   assert len(turns) == rows[0]["turns"] == rows[1]["turns"]
   plan, times = done.stdout.index("turns of 2 users"), done.stdout.index("mean queueing s")
   assert plan < times < done.stdout.index("simulated over measured means: ttft ")
-  again = _run("eval.run_serving", "--out_dir=out", folder=tmp_path)
+  again = commands.run("eval.run_serving", "--out_dir=out", folder=tmp_path)
   assert again.returncode == 2
   assert "out already holds results.jsonl; choose another --out_dir" in again.stderr
 
@@ -289,7 +290,8 @@ def test_the_command(tmp_path):
   ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, expected):
-  done = _run("eval.run_serving", f"--model={MODEL}", "--out_dir=out", *arguments, folder=tmp_path)
+  flags = (f"--model={MODEL}", "--out_dir=out", *arguments)
+  done = commands.run("eval.run_serving", *flags, folder=tmp_path)
   assert done.returncode == 2
   [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert expected in line

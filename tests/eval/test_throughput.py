@@ -20,6 +20,7 @@ from kvjax import CacheConfig, generate, prepare
 from models import load
 from models.memory import params_bytes
 from scripts import bench_peers, peer_worker
+from tests import commands
 from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def test_plan_comes_before_the_table_and_results_are_not_overwritten(finished):
   done, _, folder = finished
   plan, result = done.stdout.index("KV at peak"), done.stdout.index("TPOT p50")
   assert done.stdout.index("layers quest: 3 of 5 layers select; streaming: 5 of 5") < plan < result
-  again = _run("eval.run_throughput", f"--model={MODEL}", "--out_dir=out", folder=folder)
+  again = commands.run("eval.run_throughput", f"--model={MODEL}", "--out_dir=out", folder=folder)
   assert again.returncode == 2
   assert "out already holds results.jsonl; choose another --out_dir" in again.stderr
 
@@ -127,7 +128,7 @@ def test_policies_and_prompts_that_are_refused():
   ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, expected):
-  done = _run(
+  done = commands.run(
     "eval.run_throughput", f"--model={MODEL}", "--out_dir=out", *arguments, folder=tmp_path
   )
   assert done.returncode == 2
@@ -162,9 +163,10 @@ def test_params_are_counted_exactly():
 
 
 def test_peers_need_an_interpreter_that_has_them(tmp_path):
-  done = _run("scripts.bench_peers", folder=tmp_path)
+  done = commands.run("scripts.bench_peers", folder=tmp_path)
   assert done.returncode == 2 and "--peer_python is missing" in done.stderr
-  done = _run("scripts.bench_peers", "--peer_python=x", "--peers=vllm", folder=tmp_path)
+  arguments = "--peer_python=x", "--peers=vllm"
+  done = commands.run("scripts.bench_peers", *arguments, folder=tmp_path)
   assert done.returncode == 2 and "expected some of transformers, llama_cpp" in done.stderr
   # The standard library alone is no peer; -S hides the packages of this environment.
   python = tmp_path / "bare"

@@ -14,6 +14,7 @@ import pytest
 
 import models
 from models import saved
+from tests import commands
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
 
@@ -33,7 +34,7 @@ def run(command, *arguments, folder):
   )
 
 
-def convert(source, *arguments, folder):
+def convert(source, *arguments, folder, run=commands.run):
   return run(
     "scripts.convert_checkpoint",
     f"--model={source}",
@@ -73,7 +74,7 @@ def test_what_is_converted_is_the_same_model(make, dtype, tmp_path):
 
 
 def test_plan_and_result(tmp_path):
-  done = convert(write_gguf(tmp_path), folder=tmp_path)
+  done = convert(write_gguf(tmp_path), folder=tmp_path, run=run)
   model, text, source, target, wrote = done.stdout.splitlines()
   count = sum(leaf.size for leaf in jax.tree.leaves(models.param_shapes(CONFIG)))
   assert model == f"model   tiny, llama of 2 layers, {count:,} parameters in 21 tensors"
@@ -88,7 +89,7 @@ def test_plan_and_result(tmp_path):
 def test_every_command_takes_the_folder(tmp_path):
   convert(write_gguf(tmp_path), folder=tmp_path)
   arguments = [f"--model={tmp_path / 'saved'}", "--prompt=the tin", "--max_new_tokens=4"]
-  done = run("scripts.generate", *arguments, folder=tmp_path)
+  done = commands.run("scripts.generate", *arguments, folder=tmp_path)
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith("model   tiny, weights ")
 

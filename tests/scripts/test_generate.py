@@ -13,6 +13,7 @@ import pytest
 from kvjax import CacheConfig, make_policy, prepare
 from models import load
 from scripts import generate
+from tests import commands
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
 
@@ -66,7 +67,7 @@ def test_two_devices_say_the_same(model, tmp_path):
   assert one.returncode == both.returncode == 0, both.stderr
   assert one.stdout.split("\n\n")[1] == both.stdout.split("\n\n")[1]
   assert "device  each of 2 " in both.stdout
-  refused = _run(*split, folder=tmp_path)
+  refused = commands.run("scripts.generate", *split, folder=tmp_path)
   assert refused.returncode == 2
   expected = "error: a mesh of data=1 and model=2 needs 2 devices, and JAX has 1; ask for fewer\n"
   assert refused.stderr == expected
@@ -132,7 +133,8 @@ def test_a_model_without_a_tokenizer_is_refused():
   ],
 )
 def test_bad_input_is_one_line(model, tmp_path, arguments, expected):
-  done = _run(f"--model={model}", "--prompt=why", *arguments, folder=tmp_path)
+  arguments = [f"--model={model}", "--prompt=why", *arguments]
+  done = commands.run("scripts.generate", *arguments, folder=tmp_path)
   assert done.returncode == 2
   [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert expected in line

@@ -15,6 +15,7 @@ from kvjax.engine import steps
 from models import abstract, load
 from models.memory import params_bytes
 from scripts import inspect_model
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +80,8 @@ def test_the_command_prints_plan_and_table(tmp_path):
 
 
 def test_the_context_is_the_default_capacity(tmp_path):
-  done = _run("--model=random:stories260k@96", "--policy=quest:score=mean", folder=tmp_path)
+  arguments = "--model=random:stories260k@96", "--policy=quest:score=mean"
+  done = commands.run("scripts.inspect_model", *arguments, folder=tmp_path)
   policy = "policy  quest:score=mean with 2,048 tokens on store resident; 3 of 5 layers select\n"
   assert policy in done.stdout
   assert "cache   1 rows of 96 tokens in bfloat16" in done.stdout
@@ -89,11 +91,11 @@ def test_a_profile_must_be_of_these_weights(tmp_path):
   model, small = f"--model={ROOT}/models/small/small-llama", f"{ROOT}/profiles/small"
   arguments = ["--budget_tokens=64", "--capacity_tokens=128"]
   of_it = f"--policy=omnikv:profile={small}-llama-filter_layers.npz"
-  done = _run(model, of_it, *arguments, folder=tmp_path)
+  done = commands.run("scripts.inspect_model", model, of_it, *arguments, folder=tmp_path)
   assert done.returncode == 0, done.stderr
   assert "layers select\n" in done.stdout and "metadata of policy and store" in done.stdout
   of_another = f"--policy=omnikv:profile={small}-opt-filter_layers.npz"
-  refused = _run(model, of_another, *arguments, folder=tmp_path)
+  refused = commands.run("scripts.inspect_model", model, of_another, *arguments, folder=tmp_path)
   assert refused.returncode == 2 and "the profile is one of small-opt with sha256" in refused.stderr
 
 
@@ -122,7 +124,8 @@ def test_a_model_of_8b_takes_no_memory(tmp_path):
   ],
 )
 def test_bad_input_is_one_line(arguments, expected, tmp_path):
-  done = _run("--model=random:stories260k", *arguments, folder=tmp_path)
+  arguments = ["--model=random:stories260k", *arguments]
+  done = commands.run("scripts.inspect_model", *arguments, folder=tmp_path)
   assert done.returncode == 2
   [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert expected in line

@@ -18,6 +18,7 @@ from models import load
 from scripts import page_texts, page_traces, profile_heads
 from scripts.page_texts import Passage
 from scripts.reproducing import SMALL_MODEL
+from tests import commands
 from tests.kvjax import matrix, spied
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,12 +166,14 @@ def test_records_are_made_alike(loaded):
   assert "The value of" in loaded.tokenizer.decode(first[0].tokens)
 
 
-def _run(folder, *arguments):
-  command = [sys.executable, "-m", "scripts.profile_heads", f"--model={SMALL_MODEL}"]
-  command += ["--budget_tokens=64,128", "--prompt_tokens=200", "--steps=10", "--period=5"]
-  command += [f"--text_files={ALICE},records", "--out_dir=out", *arguments]
+COMMAND = ["scripts.profile_heads", f"--model={SMALL_MODEL}", "--budget_tokens=64,128"]
+COMMAND += ["--prompt_tokens=200", "--steps=10", "--period=5"]
+COMMAND += [f"--text_files={ALICE},records", "--out_dir=out"]
+
+
+def _run(folder):
   return subprocess.run(
-    command,
+    [sys.executable, "-m", *COMMAND],
     capture_output=True,
     text=True,
     check=False,
@@ -203,13 +206,13 @@ def test_the_command(loaded, tmp_path):
   )
   policy = make_policy(f"flexicache:profile={out / stems[1]}.json", budget_tokens=128)
   assert prepare(loaded.model, policy, "resident", CacheConfig(1, 300)).policy.joins_heads
-  again = _run(tmp_path)
+  again = commands.run(*COMMAND, folder=tmp_path)
   assert again.returncode == 2 and "heads-4.json exists; choose another --out_dir" in again.stderr
   content = (out / f"{stems[0]}.json").read_bytes()
   (out / f"{stems[0]}.json").unlink()
   (out / f"{stems[1]}.json").unlink()
   stamps = [path.stat().st_mtime_ns for path in sorted((out / "traces").iterdir())]
-  assert _run(tmp_path).returncode == 0  # which reads nothing again
+  assert commands.run(*COMMAND, folder=tmp_path).returncode == 0  # which reads nothing again
   assert (out / f"{stems[0]}.json").read_bytes() == content
   assert stamps == [path.stat().st_mtime_ns for path in sorted((out / "traces").iterdir())]
 
@@ -218,7 +221,7 @@ PICTURES = ("-map.png", "-overlap.png")
 
 
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
-  done = _run(tmp_path, "--budget_tokens=256")
+  done = commands.run(*COMMAND, "--budget_tokens=256", folder=tmp_path)
   [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert done.returncode == 2 and "--prompt_tokens 200 fits a budget of 16 pages of 16" in line
   assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ from kvjax import CacheConfig, make_policy
 from kvjax.profiling import check_model, load_profile
 from models import load
 from scripts import passkeys, profile_policy
+from tests import commands
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
 
@@ -30,13 +31,21 @@ def model(tmp_path_factory):
   return tiny.write_gguf(folder / "tiny.gguf", config, tiny.tensors(config), extra=extra)
 
 
+def _run_in_process(model, method, out, *arguments):
+  return commands.run(*_command(model, method, out), *arguments, folder=out.parent)
+
+
+def _command(model, method, out):
+  return (
+    *("scripts.profile_policy", f"--model={model}", f"--method={method}"),
+    *(f"--text_file={ALICE}", "--prompt_tokens=80", f"--out={out}"),
+  )
+
+
 def _run(model, method, out, *arguments):
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
   return subprocess.run(
-    [
-      *(sys.executable, "-m", "scripts.profile_policy", f"--model={model}", f"--method={method}"),
-      *(f"--text_file={ALICE}", "--prompt_tokens=80", f"--out={out}", *arguments),
-    ],
+    [sys.executable, "-m", *_command(model, method, out), *arguments],
     capture_output=True,
     text=True,
     check=False,
@@ -56,13 +65,13 @@ def test_a_skew_that_infinigen_takes(model, tmp_path):
   assert profile.settings["seed"] == 0 and profile.settings["prompt_tokens"] == 80
   assert profile.arrays["skew"].shape == (5, 2, 16, 16)
   make_policy("infinigen", profile=out).register(loaded.model.config, CacheConfig(1, 64))
-  again = _run(model, "skewing", out)
+  again = _run_in_process(model, "skewing", out)
   assert again.returncode == 2 and "exists; give --out the name of a new file" in again.stderr
 
 
 def test_filter_layers_that_omnikv_takes(model, tmp_path):
   out = tmp_path / "filters.npz"
-  done = _run(model, "filter_layers", out, "--steps=5", "--num_filters=2", "--seed=1")
+  done = _run_in_process(model, "filter_layers", out, "--steps=5", "--num_filters=2", "--seed=1")
   assert done.returncode == 0, done.stderr
   loaded = load(str(model))
   profile = load_profile(out, "filter_layers")
@@ -88,8 +97,9 @@ def test_gates_that_duo_takes(model, tmp_path):
   policy = make_policy(f"duo:profile={out}")
   policy.register(loaded.model.config, CacheConfig(1, 64))
   assert policy.joins_heads  # some of its heads keep everything
-  _run(model, "duo_gates", again, "--prompt_tokens=600", "--steps=2")
-  _run(model, "duo_gates", other, "--prompt_tokens=600", "--steps=2", "--seed=1")
+  for name, seed in ((again, 0), (other, 1)):
+    flags = "--prompt_tokens=600", "--steps=2", f"--seed={seed}"
+    assert _run_in_process(model, "duo_gates", name, *flags).returncode == 0
   assert again.read_bytes() == out.read_bytes() != other.read_bytes()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from models import build, families, load, saved
 from scripts import quickstart
+from tests import commands
 from tests.models import tiny
 from tests.models.test_tokenizer import CHATML, INFO, TOKENS
 
@@ -112,7 +113,7 @@ def test_every_family_runs(family, inputs, tmp_path):
     source_hash="none",
   )
   arguments = [f"--model={folder}", *inputs[1:], "--max_new_tokens=4", "--out_dir=out"]
-  done = _run(*arguments, folder=tmp_path)
+  done = commands.run("scripts.quickstart", *arguments, folder=tmp_path)
   assert done.returncode == 0, done.stderr
   rows = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
   assert [json.loads(row)["model"] for row in rows] == [family] * 4

@@ -24,6 +24,7 @@ from scripts.reproduce_flexicache import importance, memory, promoted, replay, r
 from scripts.reproduce_flexicache.case import Case, Serving
 from scripts.reproduce_flexicache.starting import ITEMS, SHAPE_ONLY, kept_traces
 from scripts.reproducing import SMALL_MODEL
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 ALICE = ROOT / "tests" / "data" / "alice_opening.txt"
@@ -241,11 +242,13 @@ def test_what_has_no_answer_is_refused(case):
     ITEMS["promoted"].run(case._replace(period=40))
 
 
+COMMAND = ("scripts.reproduce", "--paper=flexicache", "--out_dir=out", "--small")
+
+
 def _run(folder, *arguments):
-  command = [sys.executable, "-m", "scripts.reproduce", "--paper=flexicache", "--out_dir=out"]
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
   return subprocess.run(
-    [*command, "--small", *arguments],
+    [sys.executable, "-m", *COMMAND, *arguments],
     capture_output=True,
     text=True,
     check=False,
@@ -272,7 +275,7 @@ def test_the_command(tmp_path):
 
 
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path):
-  done = _run(tmp_path, "--item=fig9")
+  done = commands.run(*COMMAND, "--item=fig9", folder=tmp_path)
   [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert "--paper=flexicache has no --item=fig9; expected one of rco, overlap, " in line
   assert done.returncode == 2 and not (tmp_path / "out").exists()

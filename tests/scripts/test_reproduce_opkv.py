@@ -32,6 +32,7 @@ from scripts.reproduce_opkv.following import follow
 from scripts.reproduce_opkv.starting import ITEMS, STORES
 from scripts.reproduce_opkv.timing import WARM_UP
 from scripts.reproducing import SMALL_MODEL
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 ALICE = ROOT / "tests" / "data" / "alice_opening.txt"
@@ -182,10 +183,12 @@ def test_what_is_refused(case, followed):
     follow(case, "dense")
 
 
+COMMAND = ("scripts.reproduce", "--paper=opkv", "--out_dir=out", f"--text_file={ALICE}", "--small")
+
+
 def _run(*arguments, folder):
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
-  command = [sys.executable, "-m", "scripts.reproduce", "--paper=opkv", "--out_dir=out"]
-  command += [f"--text_file={ALICE}", "--small", *arguments]
+  command = [sys.executable, "-m", *COMMAND, *arguments]
   return subprocess.run(
     command, capture_output=True, text=True, check=False, cwd=folder, env=environment
   )
@@ -202,7 +205,7 @@ def test_the_command(tmp_path):
   assert files == {"results.jsonl", "manifest.json", "comparison.json", "spread.png"}
   [compared] = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))
   assert compared["figure"] == "Fig. 4a"
-  again = _run(*arguments, folder=tmp_path)
+  again = commands.run(*COMMAND, *arguments, folder=tmp_path)
   assert again.returncode == 2 and "already holds results.jsonl" in again.stderr
 
 
@@ -216,7 +219,7 @@ def test_the_command(tmp_path):
   ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, expected):
-  done = _run(*arguments, folder=tmp_path)
+  done = commands.run(*COMMAND, *arguments, folder=tmp_path)
   assert done.returncode == 2
   [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert expected in line
