@@ -182,10 +182,12 @@ def head_maps(
 
 
 def save(figure: Figure, path: Path) -> None:
-  """Writes a figure, whole or not at all. Characters that the font lacks become boxes, silently."""
+  """Writes a figure, whole or not at all. Characters that the font lacks become boxes, and a
+  busy machine takes long to find a place for a legend, both silently."""
   picture = io.BytesIO()
   with warnings.catch_warnings():
     warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from")
+    warnings.filterwarnings("ignore", r"Creating legend with loc=.best. can be slow")
     figure.savefig(picture, format="png", dpi=150)
   write_atomically(path, picture.getvalue())
 

@@ -14,14 +14,14 @@ from eval.results import Row, make_row
 from kvjax.bidaw import activations_cost, keys_values_cost, why_no_activations
 from kvjax.config import ModelConfig
 from kvjax.sim import costs, transfer_s
-from models import abstract
+from models import PRESETS
 from scripts.reproduce_bidaw.case import Case
 from scripts.reproduce_opkv.drawing import Panel, draw
 from scripts.reproducing import Comparison, Item
 
-PAPERS = "opt-13b"  # shape of the paper's numbers
+PAPER = "opt-13b"  # shape of the paper's numbers
 SHAPES = (
-  *("opt-6.7b", PAPERS, "opt-30b", "opt-66b", "llama-2-7b", "llama-2-13b"),
+  *("opt-6.7b", PAPER, "opt-30b", "opt-66b", "llama-2-7b", "llama-2-13b"),
   *("llama-2-70b", "llama-3.1-8b", "qwen2.5-7b", "qwen2.5-14b"),
 )
 TOKENS = 2048
@@ -33,7 +33,7 @@ COLUMNS = (
 
 def run(case: Case) -> list[Row]:
   """A row for each shape, that of the case among them."""
-  shapes = {name: abstract(f"random:{name}")[0].config for name in SHAPES}
+  shapes = {name: PRESETS[name] for name in SHAPES}
   return [_row(case, name, config) for name, config in (shapes | {case.model: case.config}).items()]
 
 
@@ -82,7 +82,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:
   """The paper's shape."""
-  row = next(row for row in rows if row["model"] == PAPERS)
+  row = next(row for row in rows if row["model"] == PAPER)
   return [
     Comparison(
       "Fig. 14",

@@ -18,10 +18,19 @@ from kvjax.config import ModelConfig
 from kvjax.sim import machine
 from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
 from kvjax.sim.workloads import Turn, from_turns
-from scripts.reproduce_bidaw import correlation, latency, serving, tensor_efficiency, trace
+from scripts import bench_bidaw
+from scripts.reproduce_bidaw import (
+  correlation,
+  latency,
+  overheads,
+  serving,
+  tensor_efficiency,
+  trace,
+)
 from scripts.reproduce_bidaw.case import Case, label_of
 from scripts.reproduce_bidaw.serving import SUSTAINED_S, at_rate, at_rates, every, sustained
 from scripts.reproduce_bidaw.starting import AT_ONE_RATE, COUNTED, ITEMS, SERVED, WITHOUT_TRACE
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ModelConfig("opt", 2, 4, 4, 8, 32, 128, 100, 100)  # 2 * 2 * 4 * 8 * 2 = 256 bytes a token
@@ -71,7 +80,9 @@ def test_an_item_of_one_rate(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", WITHOUT_TRACE)
-def test_an_item_without_conversations(name, tmp_path):
+def test_an_item_without_conversations(name, monkeypatch, tmp_path):
+  monkeypatch.setattr(bench_bidaw, "WINDOW", 1000)
+  monkeypatch.setattr(overheads, "TURNS", 500)
   _check(name, _case()._replace(conversations=(100, 200)), tmp_path)
 
 
@@ -104,9 +115,9 @@ def test_rates_and_latencies_by_hand():
 
 
 def test_a_system_far_beyond_the_limit_is_not_run_at_higher_rates(monkeypatch):
-  case, names = _slow(4, 8), ("flashgen", "ideal")
+  case, names = _slow(4, 8), ("cached_attention", "ideal")
   whole = every(at_rates(case), names, "latency")
-  assert whole[0]["mean_latency_s"] > 2 * whole[1]["mean_latency_s"]  # of flashgen and of ideal
+  assert whole[0]["mean_latency_s"] > 2 * whole[1]["mean_latency_s"]
   monkeypatch.setattr(serving, "HOPELESS", whole[0]["mean_latency_s"] / SUSTAINED_S / 1.5)
   rows = every(at_rates(case), names, "latency")
   assert [row["system"] for row in rows] == [*names, *names]
@@ -191,10 +202,12 @@ def test_hours_and_the_whole(made):
     assert len(row["by_group"][0]) == 20 and row["group_spearman"] > 0.6
 
 
+COMMAND = ("scripts.reproduce", "--paper=bidaw", "--out_dir=out")
+
+
 def _run(folder, *arguments):
-  command = [sys.executable, "-m", "scripts.reproduce", "--paper=bidaw", "--out_dir=out"]
   return subprocess.run(
-    [*command, *arguments],
+    [sys.executable, "-m", *COMMAND, *arguments],
     capture_output=True,
     text=True,
     check=False,
@@ -229,7 +242,7 @@ def test_the_command_on_a_file(tmp_path):
   ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, complaint):
-  done = _run(tmp_path, "--item=trace", *arguments)
+  done = commands.run(*COMMAND, "--item=trace", *arguments, folder=tmp_path)
   [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert complaint in line
   assert done.returncode == 2 and not (tmp_path / "out").exists()
