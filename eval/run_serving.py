@@ -3,7 +3,7 @@
     python -m eval.run_serving
     python -m eval.run_serving --eviction=lru --host_mb=4
     python -m eval.run_serving --model=models/small/small-opt --tensors=activations
-    python -m eval.run_serving --model=smollm2-135m --speed=4 --users=8 --host_mb=100
+    python -m eval.run_serving --model=smollm2-135m --speed=2 --host_mb=150
 
 A model answers the turns of made conversations as they arrive: histories go to host memory, which
 is bounded, and to files, and come back, while others compute (`kvjax.engine.conversing`). Then the
@@ -64,13 +64,13 @@ def define_flags() -> None:
   flags.FLAGS.set_default("model", str(SMALL))
   flags.DEFINE_enum("eviction", "previous_answer", list(EVICTIONS), "Who leaves host memory.")
   flags.DEFINE_enum("workload", "interactive", list(PROFILES), "How people ask.")
-  flags.DEFINE_integer("users", 12, "Conversations.", lower_bound=1)
-  flags.DEFINE_float("users_per_minute", 20.0, "That begin, in the time of the workload.")
-  flags.DEFINE_float("speed", 20.0, "How many times as fast as in the workload time passes.")
+  flags.DEFINE_integer("users", 40, "Conversations.", lower_bound=1)
+  flags.DEFINE_float("users_per_minute", 1.2, "That begin, in the time of the workload.")
+  flags.DEFINE_float("speed", 50.0, "How many times as fast as in the workload time passes.")
   flags.DEFINE_integer("slots", 4, "Turns that are decoded at once.", lower_bound=1)
   flags.DEFINE_integer("slot_tokens", 2048, "Of the longest conversation.", lower_bound=1)
   flags.DEFINE_integer("chunk_tokens", 64, "That one step of a prefill takes, a power of two.")
-  flags.DEFINE_float("host_mb", 8.0, "Host memory for histories, in MB (10^6 bytes).")
+  flags.DEFINE_float("host_mb", 12.0, "Host memory for histories, in MB (10^6 bytes).")
   flags.DEFINE_string(
     "histories_dir", None, "Empty folder for histories; default: a temporary one."
   )

@@ -110,7 +110,7 @@ class Served(NamedTuple):
     attended: tokens that each step attended to, of all its rows.
     stored_s: seconds in which turns that had ended were stored, before the loop went on.
     loop_s: seconds of the loop in which nothing was computed or stored and it did not sleep.
-    reads: of bytes each, in the threads that read.
+    reads: of bytes each, from when the loop asked for them until a thread had them.
     written_bytes: to disk.
     sleeps: of the loop while a turn was ready; there should be none.
     disk_call_s: the longest of the loop's calls of the disk.
@@ -135,17 +135,17 @@ class Served(NamedTuple):
 
 
 class WatchedFiles(HistoryFiles):
-  """Notes its reads."""
+  """Notes its reads, from when they were asked for."""
 
   def __init__(self, folder: Path, stamp):
     super().__init__(folder, stamp)
     self.reads: list[Span] = []
+    self.asked: dict[int, float] = {}  # by user
 
   def read(self, user: int, tokens: np.ndarray) -> list[np.ndarray]:
-    begin = time.perf_counter()
     chunks = super().read(user, tokens)
     num_bytes = sum(chunk.nbytes for chunk in chunks)
-    self.reads.append(Span(begin, time.perf_counter(), num_bytes))
+    self.reads.append(Span(self.asked.pop(user), time.perf_counter(), num_bytes))
     return chunks
 
 
@@ -154,11 +154,13 @@ class WatchedTiers(Tiers):
 
   def __init__(self, files: WatchedFiles):
     super().__init__(files)
+    self.asked = files.asked
     self.longest_call_s = 0.0
     self.fetched: set[int] = set()
 
   def begin(self, user: int, num_bytes: int, now: float) -> None:
     self.fetched.add(user)
+    self.asked[user] = time.perf_counter()
     self._timed(super().begin, user, num_bytes, now)
 
   def ended(self, now: float) -> list[Read]:

@@ -26,7 +26,7 @@ import numpy as np
 from kvjax.bidaw.disk import Read
 from kvjax.bidaw.files import Fault, HistoryFiles
 
-_POLL_S = 1e-3
+POLL_S = 1e-3  # after which a loop with nothing else to do looks at reads again
 _FIRST_GUESS = 1e9  # bytes/s, before anything was read
 _READERS = 4  # threads, which mostly wait
 
@@ -185,7 +185,7 @@ class Tiers:
 
   def wakes_at(self, now: float) -> float | None:
     """Soon, while something is being read."""
-    return now + _POLL_S if self._reads else None
+    return now + POLL_S if self._reads else None
 
   def _read(self, user: int, tokens: np.ndarray, write: Future[None] | None) -> list[np.ndarray]:
     if write is not None:

@@ -37,6 +37,7 @@ from kvjax.bidaw import (
   Where,
   lru,
 )
+from kvjax.bidaw.tiers import POLL_S
 from kvjax.config import ModelConfig
 from kvjax.engine.clock import VirtualClock
 from kvjax.engine.requests import Finished, Outcome, Request
@@ -60,7 +61,7 @@ class Setup(NamedTuple):
     host_bytes: of host memory for histories.
     slots: turns that are decoded at once, at most.
     engine: what starts, steps and ends take, as measured; None for what the machine would. Its loop
-      sees only between two steps that a read has ended, and then begins the next one.
+      sees only now and then that a read has ended, and begins the next one then.
   """
 
   config: ModelConfig
@@ -120,15 +121,18 @@ class PartialDisk(TimedDisk):
     bytes_per_s: of a read.
     seek_s: before its first byte.
     share: of each history.
-    polled: a read ends when it is seen, so that the next one begins only then.
+    poll_s: a read ends when it is seen, by a loop that looks again after so many seconds or a step,
+      as at the real disk; None for one that is told.
 
   Attributes:
     partial: users whose history was read in part and whose turn has not ended.
   """
 
-  def __init__(self, bytes_per_s: float, seek_s: float, share: float, *, polled: bool = False):
+  def __init__(
+    self, bytes_per_s: float, seek_s: float, share: float, *, poll_s: float | None = None
+  ):
     super().__init__(bytes_per_s, seek_s)
-    self._share, self._polled = share, polled
+    self._share, self._poll_s = share, poll_s
     self.partial: set[int] = set()
 
   def read_s(self, num_bytes: int) -> float:
@@ -140,7 +144,11 @@ class PartialDisk(TimedDisk):
 
   def ended(self, now: float) -> list[Read]:
     reads = super().ended(now)
-    return [read._replace(ended_s=now) for read in reads] if self._polled else reads
+    return reads if self._poll_s is None else [read._replace(ended_s=now) for read in reads]
+
+  def wakes_at(self, now: float) -> float | None:
+    wakes_at = super().wakes_at(now)
+    return wakes_at if wakes_at is None or self._poll_s is None else now + self._poll_s
 
 
 class System:
@@ -165,9 +173,9 @@ class System:
     config, machine, engine = setup.config, setup.machine, setup.engine
     self.token_bytes, activations = kept_bytes(design, setup)
     self._share = read_share(setup, self.token_bytes) if design.in_part else 1.0
-    self.disk = PartialDisk(
-      machine.disk_bytes_per_s, machine.transfer_s, self._share, polled=engine is not None
-    )
+    poll_s = None if engine is None else POLL_S
+    disk = machine.disk_bytes_per_s, machine.transfer_s, self._share
+    self.disk = PartialDisk(*disk, poll_s=poll_s)
     host_bytes = WITHOUT_END if design.without_end else setup.host_bytes
     self.placement = Placement(host_bytes, design.eviction(host_bytes))
     self.queue = design.queue(self.placement, self.disk)
