@@ -50,8 +50,8 @@ def compare(rows: Sequence[Row]) -> list[Comparison]:
       "users a minute that FlashGen and Bidaw sustain",
       "15.18 and 27.81 with 1.5 GB/s; 20.23 and 30.35 with 5 GB/s",
       varied.rates(by, "GB/s"),
-      "give several --users_per_minute to find rates; the paper does not say when one is sustained "
-      "and delays copies in host memory instead of reading an SSD",
+      "give several --users_per_minute to find rates; the paper does not say when one is "
+      "sustained, and delays copies in host memory instead of reading an SSD",
     ),
   ]
 

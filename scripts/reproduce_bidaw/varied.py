@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eval.results import Row
 from scripts.reproduce_bidaw.case import Case
-from scripts.reproduce_bidaw.serving import at_highest_rate, curve, every, sustained
+from scripts.reproduce_bidaw.serving import at_highest_rate, curve, every, limit_s, sustained
 from scripts.reproduce_opkv.drawing import Panel, draw
 
 SYSTEMS = ("cached_attention", "flashgen", "bidaw", "ideal")
@@ -37,12 +37,11 @@ def by_value(rows: Sequence[Row], field: str) -> dict[float, list[Row]]:
 
 def plot(by: Mapping[float, Sequence[Row]], x: str, title: str, path: Path) -> None:
   """Mean latency by the number, which is in the unit of x, at the highest rate."""
-  lines: dict[str, tuple[list[float], list[float]]] = {}
-  for value, rows in by.items():
-    for name, row in at_highest_rate(rows).items():
-      values, seconds = lines.setdefault(name, ([], []))
-      values.append(value)
-      seconds.append(row["mean_latency_s"])
+  found = {value: at_highest_rate(rows) for value, rows in by.items()}
+  lines = {}
+  for name in SYSTEMS:
+    ran = {value: of_it[name] for value, of_it in found.items() if name in of_it}
+    lines[name] = [*ran], [row["mean_latency_s"] for row in ran.values()]
   draw([Panel(x, "mean latency, s", lines, log="y")], title, path)
 
 
@@ -60,8 +59,9 @@ def _means(rows: Sequence[Row]) -> str:
 
 def rates(by: Mapping[float, Sequence[Row]], unit: str) -> str:
   """What FlashGen and Bidaw sustain, in words."""
-  found = {
-    value: " and ".join(sustained(*curve(rows, name))[1] for name in _TOLD)
-    for value, rows in by.items()
-  }
-  return "; ".join(f"{text} with {value:g} {unit}" for value, text in found.items())
+  parts = []
+  for value, rows in by.items():
+    limit = limit_s(rows[0]["trace"])
+    texts = [sustained(*curve(rows, name), limit)[1] for name in _TOLD]
+    parts.append(f"{' and '.join(texts)} with {value:g} {unit}")
+  return "; ".join(parts)
