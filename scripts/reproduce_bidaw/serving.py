@@ -10,7 +10,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -191,7 +191,18 @@ def at_highest_rate(rows: Sequence[Row]) -> dict[str, Row]:
   }
 
 
-def every(points: Iterable[tuple[Case, Workload]], names: Sequence[str], item: str) -> list[Row]:
+def is_hopeless(row: Row) -> bool:
+  """Whether a system is not to be run where it gets harder still."""
+  seconds = row["mean_latency_s"]
+  return seconds is None or seconds > HOPELESS * limit_s(row["trace"])
+
+
+def every(
+  points: Iterable[tuple[Case, Workload]],
+  names: Sequence[str],
+  item: str,
+  hopeless: Collection[str] = (),
+) -> list[Row]:
   """A row of each system at each point.
 
   A system whose mean latency has passed 20 times the limit has rows without a latency from there
@@ -201,16 +212,17 @@ def every(points: Iterable[tuple[Case, Workload]], names: Sequence[str], item: s
     points: from the easiest to the hardest.
     names: of systems.
     item: of the rows.
+    hopeless: systems that are not run at all.
   """
-  rows, hopeless = [], set[str]()
+  rows, out = [], {*hopeless}
   for case, workload in points:
     for name in names:
-      if name in hopeless:
+      if name in out:
         row = _row(case, workload, name) | {"task": f"bidaw_{item}"}
       else:
         row = run(case, workload, name, item)
-        if row["mean_latency_s"] > HOPELESS * limit_s(workload.name):
-          hopeless.add(name)
+        if is_hopeless(row):
+          out.add(name)
       _tell(row)
       rows.append(row)
   return rows

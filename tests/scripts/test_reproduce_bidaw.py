@@ -123,6 +123,8 @@ def test_a_system_far_beyond_the_limit_is_not_run_at_higher_rates(monkeypatch):
   assert [row["system"] for row in rows] == [*names, *names]
   assert rows[2]["mean_latency_s"] is None and "miss_ratio" not in rows[2]
   assert [rows[n] == whole[n] for n in range(4)] == [True, True, False, True]
+  without = every(at_rates(case), names, "latency", ("ideal",))
+  assert [row["mean_latency_s"] is None for row in without] == [False, True, True, True]
 
 
 def test_latencies_beside_each_other_by_hand(tmp_path):
