@@ -35,8 +35,8 @@ COLUMNS = (
   *("ssd_written_bytes", "ssd_rewriting_amplification"),
 )
 _WHY_CONTROL = (
-  "; where no turn misses, systems differ only by what rebuilding from activations takes, which "
-  "the paper hides behind decoding"
+  "; long answers keep the device busy whoever keeps the histories, and rebuilding from "
+  "activations, which the paper hides behind decoding, takes time of it here"
 )
 
 

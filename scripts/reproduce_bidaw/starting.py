@@ -70,7 +70,7 @@ SIZES: tuple[tuple[Mapping[str, Item], Size, Size], ...] = (
   (COUNTED, FULL, SMALL),
   (
     SERVED,
-    FULL._replace(users=None, rates=("10", "15", "20", "25", "30"), minutes=60.0),
+    FULL._replace(users=None, rates=("10", "15", "20", "25", "30", "35"), minutes=60.0),
     SMALL._replace(users=None, rates=("10", "25"), minutes=3.0),
   ),
   (
