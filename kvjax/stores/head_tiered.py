@@ -151,7 +151,24 @@ def recall(
   positions = resident.slots_of(ticket, cache.host.page_size)
   mask = ticket.mask & (positions < lengths[:, None, None, None])
   pages = resident.page_ids(state.tables[row], ticket.pages)
-  return Recalled(state.pools[row], pages, mask, positions, ticket.slots), cache
+  recalled = Recalled(state.pools[row], pages, mask, positions, ticket.slots)
+  if ticket.slots is None and len(state.tiered[row]) == ticket.pages.shape[1]:
+    recalled = _all_slots(recalled)
+  return recalled, cache
+
+
+def _all_slots(recalled: Recalled) -> Recalled:
+  """The same pages as all slots of each list, of which the others are masked: where every list of a
+  layer is tiered these are the whole pool, so that attention reads them where they lie."""
+  pools, pages, mask, positions, _ = recalled
+  shape = (*mask.shape[:2], -1, mask.shape[3])
+  place = jnp.where(mask.any(axis=3), pages, pools.num_pages)
+
+  def by_slot(values):
+    slots = jnp.zeros((pools.num_pages, values.shape[3]), values.dtype)
+    return slots.at[place].set(values, mode="drop").reshape(shape)
+
+  return Recalled(pools, None, by_slot(mask), by_slot(positions))
 
 
 def seal(
