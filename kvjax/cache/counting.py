@@ -20,22 +20,39 @@ def running(mask: jax.Array) -> jax.Array:
   Places are packed into words of 32 bits, whose bits a processor counts at once; running sums are
   left for the words of a group of 32, and for the groups.
   """
-  t = mask.shape[-1]
-  bits = jnp.pad(mask, (*[(0, 0)] * (mask.ndim - 1), (0, -t % _WORD**2)))
-  bits = bits.reshape(*mask.shape[:-1], -1, _WORD, _WORD)
+  *lists, t = mask.shape
+  bits = _padded(mask, _WORD).reshape(*lists, -1, _WORD)
   lane = jnp.expand_dims(jnp.arange(_WORD, dtype=jnp.uint32), range(bits.ndim - 1))
   words = (bits.astype(jnp.uint32) << lane).sum(axis=-1, dtype=jnp.uint32)
   of_word = jax.lax.population_count(words).astype(jnp.int32)
-  of_group = of_word.sum(axis=-1, dtype=jnp.int32)
-  earlier = jnp.cumsum(of_word, axis=-1) - of_word + before(of_group)[..., None]
+  groups = _padded(of_word, _WORD).reshape(*lists, -1, _WORD)
+  of_group = groups.sum(axis=-1, dtype=jnp.int32)
+  earlier = before(groups) + before(of_group)[..., None]
+  earlier = earlier.reshape(*lists, -1)[..., : words.shape[-1]]
   up_to_lane = ~jnp.uint32(0) >> (_WORD - 1 - lane)
   within = jax.lax.population_count(words[..., None] & up_to_lane).astype(jnp.int32)
-  return (earlier[..., None] + within).reshape(*mask.shape[:-1], -1)[..., :t]
+  return (earlier[..., None] + within).reshape(*lists, -1)[..., :t]
+
+
+def _padded(values: jax.Array, multiple: int) -> jax.Array:
+  """[..., T] with zeros behind, T a multiple of this."""
+  short = -values.shape[-1] % multiple
+  return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, short)]) if short else values
 
 
 def before(counts: jax.Array) -> jax.Array:
   """i32[..., X]: sum of counts i32[..., X] of the lists before each."""
-  return jnp.cumsum(counts, axis=-1) - counts
+  size = counts.shape[-1]
+  if size > _FEW:
+    return jnp.cumsum(counts, axis=-1) - counts
+  # All pairs in one loop: XLA makes three of a running sum, each of which has to be started.
+  place = jnp.arange(size)
+  earlier = place[:, None] < place[None]
+  pairs = jnp.where(jnp.expand_dims(earlier, range(counts.ndim - 1)), counts[..., None], 0)
+  return pairs.sum(axis=-2, dtype=counts.dtype)
+
+
+_FEW = 128
 
 
 def places(mask: jax.Array, size: int) -> jax.Array:

@@ -87,6 +87,7 @@ def op_block(
   reuse: bool = True,
   eviction: str = "s3fifo",
   slack: float = 1.2,
+  exclusive: bool = False,
   shared: bool = True,
 ) -> Store:
   """OPKV's store.
@@ -100,6 +101,7 @@ def op_block(
     reuse: False for the ablation that uses no block twice.
     eviction: "fifo", "lru" or "s3fifo".
     slack: OP blocks of the pool over those that the policy's budget fills, at least 1.
+    exclusive: ours: a token that is copied again leaves the block that still has it.
     shared: the lists of a layer share its pool, as in the paper; False, ours: each has its own
       part, which attention reads in place.
 
@@ -108,7 +110,7 @@ def op_block(
   """
   if slack < 1:
     raise ValueError(f"slack {slack} must be at least 1: a selection must fit the pool")
-  settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse, shared)
+  settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse, exclusive, shared)
   checked(settings)
   return WHOLE_PAGE._replace(
     name="op_block",

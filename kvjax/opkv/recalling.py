@@ -47,6 +47,9 @@ def selected_tokens(cache: KVCache, selection: Selection, lengths: jax.Array) ->
   total = pages * cache.host.page_size
   if selection.tokens is not None:
     tokens = selection.tokens.reshape(b, heads, -1, selection.tokens.shape[-1]).any(axis=2)
+    # Without the barrier XLA chooses them within the loop that fills up, which a CPU does not
+    # vectorise: 0.4 ms for 12 lists of 8,140 tokens.
+    tokens = jax.lax.optimization_barrier(tokens)
     tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, total - tokens.shape[-1])))
     tokens &= jnp.arange(total)[None, None] < lengths[:, None, None]
     return tokens.reshape(b * heads, total)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.counting import before
 from kvjax.opkv.blocks import Blocks, flat_tokens, of_owner
 from kvjax.opkv.filling import AGGREGATE, BY_PAGE, new_blocks
 
@@ -72,6 +73,7 @@ def retrieve(
   width: int,
   recheck: bool = True,
   filling: str = AGGREGATE,
+  exclusive: bool = False,
 ) -> Retrieval:
   """Algorithm 1 for all lists at once.
 
@@ -83,11 +85,14 @@ def retrieve(
     width: most blocks that may serve a list.
     recheck: greedy set cover; False for the literal rule.
     filling: one of FILLINGS, by which new blocks are counted.
+    exclusive: no token is in two blocks of a list, which is all that is needed for both rules.
   """
   n, c = blocks.tokens.shape
   keys = flat_tokens(blocks, *selected.shape)
   wanted = selected.reshape(-1).at[keys].get(mode="fill", fill_value=False)
   level = _level(blocks, wanted, filling)
+  if exclusive:
+    return _of_exclusive(blocks, selected, keys, wanted, level, theta, width, filling)
   order = _Order(keys, wanted, level * n + (n - 1 - jnp.arange(n, dtype=jnp.int32)))
   held = blocks.owner >= 0
   claims, first = _claims(order, held, selected.size)
@@ -107,6 +112,21 @@ def retrieve(
     hit, claims, first = jax.lax.cond(contested.any(), cover, lambda found: found, found)
   has = claims.reshape(selected.shape) >= least[:, None] * n
   return Retrieval(hit, wanted, first & hit[:, None], selected & ~has)
+
+
+def _of_exclusive(
+  blocks, selected, keys, wanted, level, theta: int, width: int, filling: str
+) -> Retrieval:
+  """`retrieve` where each token has one holder: nothing is contested, and nobody comes first."""
+  n, c = blocks.tokens.shape
+  claimed = jnp.full(selected.size, -1, jnp.int32)
+  claimed = claimed.at[keys].set(jnp.broadcast_to(level[:, None], keys.shape), mode="drop")
+  need = _blocks_needed(blocks, selected, level, wanted, claimed, filling)
+  least = _least_that_fits(need, theta, width, n)
+  hit = (blocks.owner >= 0) & (level >= of_owner(least, blocks.owner, c + 1))
+  served = jnp.where(wanted & hit[:, None], keys, selected.size)
+  has = jnp.zeros(selected.size, bool).at[served].set(True, mode="drop").reshape(selected.shape)
+  return Retrieval(hit, wanted, (blocks.tokens >= 0) & hit[:, None], selected & ~has)
 
 
 def _level(blocks: Blocks, wanted: jax.Array, filling: str) -> jax.Array:
@@ -166,13 +186,13 @@ def _blocks_needed(blocks, selected, level, first, claimed, filling) -> jax.Arra
     worst = worst.reshape(lists, -1, c).min(axis=-1)  # i32[X, P], level at which the page is whole
     of_list = jnp.broadcast_to(jnp.arange(lists)[:, None], worst.shape)
     counts = table.at[of_list, worst].add(1)
-    pages = jnp.cumsum(counts, axis=-1) - counts
+    pages = before(counts)
   return hits + new_blocks(filling, c, hits, wanted, wanted - covered, pages)
 
 
 def _from_above(counts: jax.Array) -> jax.Array:
   """Sums of counts i32[X, C + 2] at or above each level."""
-  return jnp.flip(jnp.cumsum(jnp.flip(counts, axis=-1), axis=-1), axis=-1)
+  return counts.sum(axis=-1, keepdims=True, dtype=counts.dtype) - before(counts)
 
 
 def _least_that_fits(need: jax.Array, theta: int, width: int, num_blocks: int) -> jax.Array:

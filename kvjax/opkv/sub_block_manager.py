@@ -47,6 +47,8 @@ class Settings(NamedTuple):
       tokens of a hit stay visible, which the paper takes for a gain.
     filling: AGGREGATE, OPKV's; BY_PAGE, its ablation "no aggregation"; REFILL, ours.
     reuse: False for the ablation "no hot reuse", which forgets every block after its step.
+    exclusive: ours: a token that is copied again leaves the block that still has it, so that none
+      is in two blocks of a list, and no cover has to be looked for. A block without tokens is free.
     shared: the lists share the pool; False where each has n/X blocks of its own
       (`kvjax.opkv.apart`), as many as its width.
   """
@@ -59,6 +61,7 @@ class Settings(NamedTuple):
   strict: bool = False
   filling: str = AGGREGATE
   reuse: bool = True
+  exclusive: bool = False
   shared: bool = True
 
   @property
@@ -140,7 +143,7 @@ def plan(
   fits = _fits(selected, settings, n, c)
   selected = selected & fits[:, None]  # what does not fit is planned as if nothing were selected
 
-  rule = {"width": settings.width, "recheck": settings.recheck, "filling": settings.filling}
+  rule = {name: getattr(settings, name) for name in ("width", "recheck", "filling", "exclusive")}
   theta = 1 if settings.filling == REFILL else least_tokens(settings.rho, c)
   found = retrieve(blocks, selected, theta=theta, **rule)
   hits = per_list(found.hit, blocks.owner, lists)
@@ -160,14 +163,18 @@ def plan(
   arrived = jnp.full(n * c, -1, jnp.int32).at[target].set(source % capacity, mode="drop")
   arrived = arrived.reshape(n, c)
 
-  stayed = jnp.where(taken[:, None], -1, blocks.tokens)
-  tokens = jnp.where(arrived >= 0, arrived, stayed)
+  gone = taken[:, None]
+  if settings.exclusive:  # what is wanted and in no hit is in a new block now
+    gone |= found.wanted & ~found.hit[:, None]
+  tokens = jnp.where(arrived >= 0, arrived, jnp.where(gone, -1, blocks.tokens))
   if settings.shared:
     after = Blocks(tokens, _new_owner(blocks.owner, attended, hits), order)
     order = settings.order.insert(order, flat_tokens(after, lists, capacity), taken)
   else:
     after = Blocks(tokens, owner_apart(blocks.owner, taken, lists), order)
     order = insert_apart(order, tokens, taken, lists, capacity, settings.order)
+  if settings.exclusive:
+    after = after._replace(owner=jnp.where((tokens >= 0).any(axis=1), after.owner, -1))
   shown = found.first & found.wanted if settings.strict else found.first
   visible = (shown | (arrived >= 0)) & (found.hit | taken)[:, None]
   mask = visible.at[attended].get(mode="fill", fill_value=False)

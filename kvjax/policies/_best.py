@@ -60,7 +60,10 @@ def _in_blocks(scores: jax.Array) -> jax.Array:
   """f32[B, X, blocks, _ROWS, _LANES] of scores f32[B, X, T], filled with NaN, which reaches no
   number."""
   b, x, t = scores.shape
-  filled = jnp.pad(scores, ((0, 0), (0, 0), (0, -t % (_ROWS * _LANES))), constant_values=jnp.nan)
+  short = -t % (_ROWS * _LANES)
+  if short:  # made first: XLA does not vectorise what it computes within the loop that fills up
+    scores = jax.lax.optimization_barrier(scores)
+  filled = jnp.pad(scores, ((0, 0), (0, 0), (0, short)), constant_values=jnp.nan)
   return filled.reshape(b, x, -1, _ROWS, _LANES)
 
 

@@ -90,7 +90,19 @@ class Pool:
       self.tokens[block][slot] = t
     for block in sorted(block for mine in new for block in mine):
       self.order.insert(block)
+    if self.settings.exclusive:
+      for x, t, block, _ in moves:
+        self._forget(x, t, block)
     return Step(hits, new, moves, visible, evicted)
+
+  def _forget(self, x: int, token: int, keeper: int):
+    """Of the blocks of a list only the keeper has the token; one without any is free."""
+    for block in range(self.n):
+      if self.owner[block] == x and block != keeper and token in self.tokens[block]:
+        self.tokens[block] = [NONE if t == token else t for t in self.tokens[block]]
+        if not self._held(block):
+          self.order.remove(block)
+          self.owner[block] = NONE
 
   def _held(self, block: int) -> set[int]:
     """T_b."""

@@ -33,6 +33,7 @@ EXACT = {
     ":strict=True:filling=refill",
     ":strict=True:shared=False",
     ":strict=True:shared=False:filling=refill:eviction=lru",
+    ":strict=True:shared=False:exclusive=True:eviction=fifo",
     ":strict=True:shared=False:filling=by_page:eviction=fifo",
   ),
   "token_slots": (":strict=True", ":strict=True:slack=1.5"),

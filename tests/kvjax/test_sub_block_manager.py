@@ -29,6 +29,9 @@ VARIANTS = {
   "no aggregation": (BY_PAGE, Settings(8, HEADS, rho=0.5, filling="by_page")),
   "no hot reuse": (ROOMY, Settings(2, HEADS, eviction="fifo", reuse=False)),
   "refill": (ROOMY, Settings(ROOMY, HEADS, filling="refill")),
+  "exclusive": (ROOMY, Settings(5, HEADS, exclusive=True)),
+  "exclusive, strict": (TIGHT, Settings(3, HEADS, eviction="fifo", strict=True, exclusive=True)),
+  "exclusive, refill": (ROOMY, Settings(3, HEADS, filling="refill", exclusive=True)),
   "refill, tight": (TIGHT, Settings(2, HEADS, filling="refill", strict=True)),
 }
 
@@ -130,7 +133,7 @@ def test_steps_as_by_hand(variant, seed):
     check_conserved(blocks)
 
 
-@pytest.mark.parametrize("variant", ["greedy, strict", "refill, tight"])
+@pytest.mark.parametrize("variant", ["greedy, strict", "refill, tight", "exclusive, strict"])
 def test_ten_thousand_events_conserve_and_mix_up_nothing(variant):
   """Rows arrive, grow, select and end; a pool of numbers is kept beside, as the store would."""
   n, _ = VARIANTS[variant]
@@ -158,6 +161,18 @@ def test_ten_thousand_events_conserve_and_mix_up_nothing(variant):
   assert events > 10_000
   blocks = free(blocks, lists_of(range(LISTS)))
   assert (blocks.owner == -1).all() and (blocks.tokens == -1).all()
+
+
+def test_exclusive_blocks_share_no_token_and_greedy_ones_do():
+  twice = dict.fromkeys(("greedy", "exclusive", "exclusive, refill"), 0)
+  for variant in twice:
+    blocks, step_of, _ = compiled(variant)
+    for wanted, newest, _ in walk(np.random.default_rng(3), steps=40):
+      blocks = step_of(blocks, as_mask(wanted), jnp.asarray(newest)).blocks
+      tokens, owner = np.asarray(blocks.tokens), np.asarray(blocks.owner)
+      twice[variant] += int((tokens >= 0).sum()) - len(resident(blocks))
+      assert (tokens[owner < 0] == -1).all()
+  assert twice.pop("greedy") > 0 and not any(twice.values())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
