@@ -33,13 +33,18 @@ class CacheBytes(NamedTuple):
 
 def cache_bytes(cache: KVCache) -> CacheBytes:
   """Bytes of every array of a cache, which may be abstract (from `jax.eval_shape`)."""
-  recalled = _bytes(_pools_in(cache.store_state))
+  recalled = _pools_in(cache.store_state)
+  away = [leaf for leaf in jax.tree.leaves(recalled) if _on_host(leaf)]  # a store's own
   return CacheBytes(
-    keys_values=_bytes((cache.contiguous, cache.pools)) + recalled,
+    keys_values=_bytes((cache.contiguous, cache.pools, recalled)) - _bytes(away),
     tables=_bytes((cache.table, cache.lengths, cache.overflow)),
-    metadata=_bytes((cache.policy_state, cache.store_state)) - recalled,
-    host=_bytes(cache.host),
+    metadata=_bytes((cache.policy_state, cache.store_state)) - _bytes(recalled),
+    host=_bytes((cache.host, away)),
   )
+
+
+def _on_host(leaf) -> bool:
+  return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
 def _pools_in(tree) -> list[Pools]:

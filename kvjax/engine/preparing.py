@@ -107,8 +107,9 @@ def prepare(
   )
   prefill, decode = abstract_caches(runner if mesh is None else part_of(runner, mesh.shape))
   here = 1 if mesh is None else mesh.size // jax.process_count()  # devices that share the memory
-  host.check_fits(cache_bytes(prefill).host * here, jax.default_backend())
-  return runner._replace(prefill_bytes=cache_bytes(prefill), decode_bytes=cache_bytes(decode))
+  reading, decoding = cache_bytes(prefill), cache_bytes(decode)  # a store may pin more than pages
+  host.check_fits(max(reading.host, decoding.host) * here, jax.default_backend())
+  return runner._replace(prefill_bytes=reading, decode_bytes=decoding)
 
 
 def _plan(policy: Policy, model: ModelConfig, cache_config: CacheConfig) -> LayerPlan:

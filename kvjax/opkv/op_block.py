@@ -4,7 +4,8 @@ Every page lies in host memory. The device holds a pool of OP blocks for each se
 later steps use again since what is selected changes slowly, and for each list (row and KV head) one
 ordered page with the newest tokens. What a step copies and reads is planned by
 `sub_block_manager.plan`. Layers that select the same tokens (`LayerPlan.shared`) share the plan and
-its metadata. With `shared=False` each list has a pool of its own (`kvjax.opkv.apart`).
+its metadata. With `shared=False` each list has a pool of its own (`kvjax.opkv.apart`). With
+`host_blocks` the host keeps blocks that a pool gave up (`kvjax.opkv.demoted`).
 
 Departures from the paper. Tokens are written through to the host when they are made, not when their
 page is full: the bytes are the same. The pool of a layer is an array of its own, so that the copies
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from kvjax.cache.kv_cache import TOO_SMALL, KVCache
 from kvjax.cache.paged import Pools
 from kvjax.config import CacheConfig
+from kvjax.opkv import demoted
 from kvjax.opkv.apart import no_blocks_apart
 from kvjax.opkv.blocks import Blocks, no_blocks, release
 from kvjax.opkv.recalling import (
@@ -53,6 +55,7 @@ class OpBlockState(flax.struct.PyTreeNode):
     plan: within a step, of the layers that are being served; None between steps.
     group: of each selecting layer, which metadata it has.
     settings: of the plans, but for what follows from the shapes of a device's part (`_settings`).
+    partition: blocks that the pools gave up, on the host; None without one.
   """
 
   blocks: tuple[Blocks, ...]
@@ -61,6 +64,7 @@ class OpBlockState(flax.struct.PyTreeNode):
   plan: Plan | None
   group: tuple[int, ...] = flax.struct.field(pytree_node=False)
   settings: Settings = flax.struct.field(pytree_node=False)
+  partition: demoted.Partition | None = None
 
 
 class Ticket(NamedTuple):
@@ -89,6 +93,7 @@ def op_block(
   slack: float = 1.2,
   exclusive: bool = False,
   shared: bool = True,
+  host_blocks: float = 0.0,
 ) -> Store:
   """OPKV's store.
 
@@ -104,6 +109,8 @@ def op_block(
     exclusive: ours: a token that is copied again leaves the block that still has it.
     shared: the lists of a layer share its pool, as in the paper; False, ours: each has its own
       part, which attention reads in place.
+    host_blocks: OP blocks that the host keeps of those that a layer's pool gave up, over the blocks
+      of that pool; 0 for none. Filling must be "aggregate", and blocks reused.
 
   Raises:
     ValueError: an argument outside these ranges.
@@ -112,14 +119,16 @@ def op_block(
     raise ValueError(f"slack {slack} must be at least 1: a selection must fit the pool")
   settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse, exclusive, shared)
   checked(settings)
+  demoted.check_host_blocks(host_blocks, filling, reuse)
+  put = insert if shared else insert_lists if host_blocks else None
   return WHOLE_PAGE._replace(
     name="op_block",
     append=append,
     fetch=fetch,
     recall=recall,
     release=resident.release,
-    seal=partial(seal, settings=settings, slack=slack),
-    insert=insert if shared else None,
+    seal=partial(seal, settings=settings, slack=slack, host_blocks=host_blocks),
+    insert=put,
     free=free,
   )
 
@@ -132,6 +141,7 @@ def seal(
   *,
   settings: Settings,
   slack: float,
+  host_blocks: float = 0.0,
 ) -> KVCache:
   """The cache with its pages on the host only; no OP blocks yet, the newest page of each list."""
   cache = resident.seal(cache, policy, cache_config, layer_plan)
@@ -156,7 +166,11 @@ def seal(
   pools = tuple(Pools(*map(before, newest_pages(cache, row))) for row in range(rows))
   make, size = (no_blocks, n) if shared else (no_blocks_apart, width)
   blocks = tuple(make(size, c, settings.order, lists, p * c) for _ in {*group})
-  state = OpBlockState(blocks, pools, no_traffic(b, heads), None, group, settings)
+  partition = None
+  if host_blocks:
+    places, dtype = demoted.num_places(host_blocks, n, lists), cache.pools.keys.dtype
+    partition = demoted.no_partition(places, (c, d), dtype, group, b, heads)
+  state = OpBlockState(blocks, pools, no_traffic(b, heads), None, group, settings, partition)
   return cache.replace(pools=None, store_state=state)
 
 
@@ -171,10 +185,23 @@ def insert(state: OpBlockState, one: OpBlockState, slot: jax.Array) -> OpBlockSt
   return state.replace(pools=jax.tree.map(put, state.pools, one.pools))
 
 
+def insert_lists(state: OpBlockState, one: OpBlockState, slot: jax.Array) -> OpBlockState:
+  """`insert` where all arrays of pools are list by list; the partition, which is not, has nothing
+  of the row yet."""
+
+  def put(array, new):
+    return jax.lax.dynamic_update_slice_in_dim(array, new, slot * new.shape[0], axis=0)
+
+  blocks, pools = jax.tree.map(put, (state.blocks, state.pools), (one.blocks, one.pools))
+  return state.replace(blocks=blocks, pools=pools)
+
+
 def free(state: OpBlockState, ended: jax.Array) -> OpBlockState:
   """Without the OP blocks of rows that ended."""
   lists = jnp.repeat(ended, _lists(state) // ended.shape[0])
-  return state.replace(blocks=tuple(release(blocks, lists) for blocks in state.blocks))
+  partition = state.partition and demoted.free(state.partition, lists)
+  blocks = tuple(release(blocks, lists) for blocks in state.blocks)
+  return state.replace(blocks=blocks, partition=partition)
 
 
 def append(cache: KVCache, row: int, k, v, positions, slots) -> KVCache:
@@ -194,21 +221,17 @@ def fetch(
   newest = ordered_page(cache, lengths)[0]
   selected = selected_tokens(cache, selection, lengths)
   if state.plan is None:
-    step = plan(state.blocks[group], selected, _settings(state, heads), newest)
+    held = state.partition and state.partition.blocks[group]
+    step = plan(state.blocks[group], selected, _settings(state, heads), newest, held)
     small = jnp.where(step.too_small, TOO_SMALL, 0).astype(jnp.uint32)
     cache = cache.replace(overflow=cache.overflow | small)
     state = state.replace(blocks=replaced(state.blocks, group, step.blocks), plan=step)
-  step = state.plan
+  step, pools = state.plan, state.pools[row]
+  if step.exchange is not None:
+    pools, state = _exchanged(state, row, step.exchange)
   moves = step.source, in_pool(state, step.target), step.count
-  pools, cache = copy_tokens(cache, row, state.pools[row], *moves)
-  traffic = add(
-    state.traffic,
-    selected=selected.sum(axis=1).reshape(b, heads),
-    moved=step.moved.reshape(b, heads),
-    resident=selected.sum(axis=1).reshape(b, heads) - step.moved.reshape(b, heads),
-    pages_used=(step.hits + step.new).reshape(b, heads),
-    pages_hit=step.hits.reshape(b, heads),
-  )
+  pools, cache = copy_tokens(cache, row, pools, *moves)
+  traffic = add(state.traffic, **_counts(step, selected, (b, heads)))
   state = state.replace(
     pools=replaced(state.pools, row, pools),
     traffic=traffic,
@@ -216,6 +239,33 @@ def fetch(
   )
   ticket = _ticket(state, step, selected, ordered_page(cache, lengths))
   return ticket, cache.replace(store_state=state)
+
+
+def _exchanged(
+  state: OpBlockState, row: int, step: demoted.Exchange
+) -> tuple[Pools, OpBlockState]:
+  """The pools of a layer with the blocks that come back, and the state with those that went."""
+  assert state.partition is not None
+  c = state.pools[row].page_size
+  down, up = (in_pool(state, blocks * c) // c for blocks in (step.down[0], step.up[1]))
+  pools, on_host = demoted.moved(state.pools[row], state.partition.pools[row], step, down, up)
+  partition = demoted.after(state.partition, row, state.group[row], on_host, step)
+  return pools, state.replace(partition=partition)
+
+
+def _counts(step: Plan, selected: jax.Array, shape: tuple[int, int]) -> dict[str, jax.Array]:
+  """Fields of `Traffic`, i32[B, K]; a block that comes back counts with all its tokens."""
+  wanted, missing, moved = selected.sum(axis=1), step.moved, step.moved
+  if step.exchange is not None:
+    missing, moved = missing + step.exchange.covered, moved + step.exchange.back
+  counts = {
+    "selected": wanted,
+    "moved": moved,
+    "resident": wanted - missing,
+    "pages_used": step.hits + step.new,
+    "pages_hit": step.hits,
+  }
+  return {name: count.reshape(shape) for name, count in counts.items()}
 
 
 def recall(

@@ -70,10 +70,11 @@ def retrieve(
   selected: jax.Array,
   *,
   theta: int,
-  width: int,
+  width: int | jax.Array,
   recheck: bool = True,
   filling: str = AGGREGATE,
   exclusive: bool = False,
+  room: jax.Array | None = None,
 ) -> Retrieval:
   """Algorithm 1 for all lists at once.
 
@@ -82,10 +83,11 @@ def retrieve(
     selected: bool[X, T], S of each list; ceil(|S|/C) blocks of each must fit the width, and all
       together the pool (with BY_PAGE: as many blocks as there are pages with a selected token).
     theta: least selected tokens of a hit, 1 to C.
-    width: most blocks that may serve a list.
+    width: most blocks that may serve a list; i32[X, 1] where lists differ.
     recheck: greedy set cover; False for the literal rule.
     filling: one of FILLINGS, by which new blocks are counted.
     exclusive: no token is in two blocks of a list, which is all that is needed for both rules.
+    room: i32[], most blocks that may serve all lists, if it is not the pool's number.
   """
   n, c = blocks.tokens.shape
   keys = flat_tokens(blocks, *selected.shape)
@@ -97,7 +99,7 @@ def retrieve(
   held = blocks.owner >= 0
   claims, first = _claims(order, held, selected.size)
   need = _blocks_needed(blocks, selected, level, wanted & first, claims // n, filling)
-  least = _least_that_fits(need, theta, width, n)  # i32[X]
+  least = _least_that_fits(need, theta, width, n if room is None else room)  # i32[X]
   least_of_block = of_owner(least, blocks.owner, c + 1)
   hit = held & (level >= least_of_block)
   if recheck:
@@ -195,12 +197,12 @@ def _from_above(counts: jax.Array) -> jax.Array:
   return counts.sum(axis=-1, keepdims=True, dtype=counts.dtype) - before(counts)
 
 
-def _least_that_fits(need: jax.Array, theta: int, width: int, num_blocks: int) -> jax.Array:
+def _least_that_fits(need: jax.Array, theta: int, width, num_blocks) -> jax.Array:
   """i32[X]: theta, raised for a list that would exceed its width, and then for all lists together
   until the pool is enough."""
   levels = jnp.arange(need.shape[1])
   own = jnp.argmax((need <= width) & (levels >= theta)[None], axis=-1).astype(jnp.int32)
-  if need.shape[0] * width <= num_blocks:
+  if isinstance(width, int) and need.shape[0] * width <= num_blocks:
     return own
   need_then = jnp.take_along_axis(need, jnp.maximum(own[:, None], levels[None]), axis=1)
   common = jnp.argmax((need_then.sum(axis=0) <= num_blocks) & (levels >= theta))

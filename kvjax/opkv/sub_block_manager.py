@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from kvjax.cache.counting import before, places, running
 from kvjax.opkv.apart import insert_apart, owner_apart, take_apart
 from kvjax.opkv.blocks import Blocks, flat_tokens, owned_by, per_list, release
+from kvjax.opkv.demoted import Exchange, exchange, placed, returning
 from kvjax.opkv.eviction import EVICTIONS, Eviction
 from kvjax.opkv.filling import (
   AGGREGATE,
@@ -88,6 +89,8 @@ class Plan(NamedTuple):
     new: i32[X], blocks that are new.
     moved: i32[X], tokens to copy, by list.
     evicted: i32[], blocks that were given up.
+    exchange: what moves to and from a partition of the host; None without one. Blocks that come
+      back are new ones, of whose tokens none is among those to copy.
   """
 
   blocks: Blocks
@@ -102,6 +105,7 @@ class Plan(NamedTuple):
   new: jax.Array
   moved: jax.Array
   evicted: jax.Array
+  exchange: Exchange | None = None
 
 
 def checked(settings: Settings) -> Settings:
@@ -121,7 +125,11 @@ def checked(settings: Settings) -> Settings:
 
 
 def plan(
-  blocks: Blocks, selected: jax.Array, settings: Settings, newest: jax.Array | None = None
+  blocks: Blocks,
+  selected: jax.Array,
+  settings: Settings,
+  newest: jax.Array | None = None,
+  demoted: Blocks | None = None,
 ) -> Plan:
   """What this step copies from the host, where to, and what attention reads.
 
@@ -132,6 +140,7 @@ def plan(
     newest: i32[X], position from which on a list's tokens lie in its ordered page of newest tokens,
       which attention reads besides; None if there is no such page. What is there is not looked for
       here, and not visible here.
+    demoted: what the layer's partition of the host holds (`kvjax.opkv.demoted`); None without one.
   """
   lists, capacity = selected.shape
   n, c = blocks.tokens.shape
@@ -146,22 +155,35 @@ def plan(
   rule = {name: getattr(settings, name) for name in ("width", "recheck", "filling", "exclusive")}
   theta = 1 if settings.filling == REFILL else least_tokens(settings.rho, c)
   found = retrieve(blocks, selected, theta=theta, **rule)
-  hits = per_list(found.hit, blocks.owner, lists)
+  hits, came = per_list(found.hit, blocks.owner, lists), None
+  if demoted is not None:
+    left = {"num_blocks": n, "width": settings.width, "recheck": settings.recheck}
+    came = returning(demoted, found.missing, hits, theta=theta, **left)
+    found = found._replace(missing=came.missing)
   moved = found.missing.sum(axis=-1, dtype=jnp.int32)
   wanted = selected.sum(axis=-1, dtype=jnp.int32)
   pages = _pages_with(found.missing, c).sum(axis=-1, dtype=jnp.int32)
   new = new_blocks(settings.filling, c, hits, wanted, moved, pages)
+  fresh = new if came is None else new + came.blocks
 
   if settings.shared:
-    taken, evicted, order = _take(blocks, found.hit, selected, new.sum(), settings)
+    taken, evicted, order = _take(blocks, found.hit, selected, fresh.sum(), settings)
   else:
-    taken, evicted, order = take_apart(blocks, found.hit, new, capacity, settings.order)
-  attended = _attended(blocks.owner, found.hit, hits, taken, new, settings.width)
+    taken, evicted, order = take_apart(blocks, found.hit, fresh, capacity, settings.order)
+  attended = _attended(blocks.owner, found.hit, hits, taken, fresh, settings.width)
   source, count = places(found.missing.reshape(-1), n * c), moved.sum()
-  target = _targets(source, found, moved, new, taken, attended, settings.filling)
+  whole, moves, packed = None, None, taken  # packed: blocks for single tokens
+  if demoted is not None and came is not None:
+    whole = placed(came, demoted, taken, fresh)
+    moves = exchange(demoted, blocks, taken, came, whole, settings.heads)
+    packed = taken & ~whole.block
+  target = _targets(source, found, moved, new, packed, attended, settings.filling)
   target = jnp.where(jnp.arange(n * c) < count, target, n * c)
   arrived = jnp.full(n * c, -1, jnp.int32).at[target].set(source % capacity, mode="drop")
   arrived = arrived.reshape(n, c)
+  seen = arrived >= 0
+  if whole is not None:
+    arrived, seen = jnp.maximum(arrived, whole.tokens), seen | whole.seen
 
   gone = taken[:, None]
   if settings.exclusive:  # what is wanted and in no hit is in a new block now
@@ -176,12 +198,12 @@ def plan(
   if settings.exclusive:
     after = after._replace(owner=jnp.where((tokens >= 0).any(axis=1), after.owner, -1))
   shown = found.first & found.wanted if settings.strict else found.first
-  visible = (shown | (arrived >= 0)) & (found.hit | taken)[:, None]
+  visible = (shown | seen) & (found.hit | taken)[:, None]
   mask = visible.at[attended].get(mode="fill", fill_value=False)
   return Plan(
     after._replace(order=order),
     *(source, target, count, attended, mask, visible, ~fits.all()),
-    *(hits, new, moved, evicted),
+    *(hits, fresh, moved, evicted, moves),
   )
 
 
