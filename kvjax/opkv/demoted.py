@@ -108,7 +108,7 @@ class Exchange(NamedTuple):
 
 def check_host_blocks(host_blocks: float, filling: str, reuse: bool) -> None:
   """Raises ValueError for a size that is none, or where no block could be demoted."""
-  if not (host_blocks >= 0 and math.isfinite(host_blocks)):
+  if not 0 <= host_blocks < math.inf:
     raise ValueError(
       f"host_blocks {host_blocks} must be at least 0; it is over the OP blocks of the device"
     )
@@ -129,10 +129,16 @@ def num_places(host_blocks: float, num_blocks: int, lists: int) -> int:
   return lists * math.ceil(host_blocks * num_blocks / lists)
 
 
+def none_held(m: int, page_size: int) -> Blocks:
+  """Metadata of a partition of m places that holds nothing yet."""
+  stamped = Stamped(jnp.zeros(m, jnp.int32), jnp.int32(0))
+  return Blocks(jnp.full((m, page_size), -1, jnp.int32), jnp.full(m, -1, jnp.int32), stamped)
+
+
 def no_partition(
   m: int, shape: tuple[int, int], dtype: str, layers: tuple[int, ...], batch: int, heads: int
 ) -> Partition:
-  """Partitions of m blocks f[C, D] without any, one for each layer.
+  """Partitions without a block, one for each layer. For use inside jit, as `host.empty` is.
 
   Args:
     m: places of a layer.
@@ -142,14 +148,9 @@ def no_partition(
     batch: B.
     heads: K.
   """
-
-  def empty():
-    stamped = Stamped(jnp.zeros(m, jnp.int32), jnp.int32(0))
-    return Blocks(jnp.full((m, shape[0]), -1, jnp.int32), jnp.full(m, -1, jnp.int32), stamped)
-
   pools = tuple(host.empty((m, *shape), dtype) for _ in layers)
   counts = (jnp.zeros((batch, heads), jnp.uint32) for _ in range(2))
-  return Partition(tuple(empty() for _ in {*layers}), pools, *counts)
+  return Partition(tuple(none_held(m, shape[0]) for _ in {*layers}), pools, *counts)
 
 
 def free(partition: Partition, ended: jax.Array) -> Partition:
@@ -301,9 +302,7 @@ def moved(
   return Pools(*read), Pools(*written)
 
 
-def after(
-  partition: Partition, row: int, group: int, on_host: Pools, step: Exchange
-) -> Partition:
+def after(partition: Partition, row: int, group: int, on_host: Pools, step: Exchange) -> Partition:
   """The partitions after a step of a layer, whose pools are on_host."""
   shape = partition.back.shape
   return Partition(

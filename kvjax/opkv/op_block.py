@@ -241,9 +241,7 @@ def fetch(
   return ticket, cache.replace(store_state=state)
 
 
-def _exchanged(
-  state: OpBlockState, row: int, step: demoted.Exchange
-) -> tuple[Pools, OpBlockState]:
+def _exchanged(state: OpBlockState, row: int, step: demoted.Exchange) -> tuple[Pools, OpBlockState]:
   """The pools of a layer with the blocks that come back, and the state with those that went."""
   assert state.partition is not None
   c = state.pools[row].page_size

@@ -331,16 +331,16 @@ def filled_cache(cache: KVCache, value) -> KVCache:
   def full(x):  # by numpy, which compiles nothing; where x is bound to a device, bound to it too
     if x.dtype != jnp.float32:
       return x
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+      return _filled_on_host(x, np.float32(value))
     return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding if x.committed else None)
 
-  on_host = cache.host and _filled_on_host(cache.host, np.float32(value))
-  return jax.tree.map(full, cache.replace(host=None)).replace(host=on_host)
+  return jax.tree.map(full, cache)
 
 
 @jax.jit
-def _filled_on_host(pools, value):
-  number = jax.device_put(value, jax.memory.Space.Host)
-  return jax.tree.map(lambda pool: jax.lax.broadcast(number, pool.shape), pools)
+def _filled_on_host(pool, value):
+  return jax.lax.broadcast(jax.device_put(value, jax.memory.Space.Host), pool.shape)
 
 
 def padded(rows: Sequence[Sequence[int]]) -> jnp.ndarray:

@@ -7,6 +7,7 @@ at once.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -258,3 +259,39 @@ class Ledger:
     """All requests have ended."""
     left = [key for key, state in self.state.items() if state != FREED]
     assert not left and not resident, f"{left or resident} leaked"
+
+
+class Partition:
+  """OP blocks that the device gave up, m at most: a max-heap of rows by the blocks that they hold.
+
+  A block is (list, tokens, step in which it came).
+  """
+
+  def __init__(self, size: int, heads: int):
+    self.size, self.heads = size, heads
+    self.rows: dict[int, list] = {}  # row -> its blocks, the one hit longest ago first
+    self.now = 0
+
+  def held(self) -> list:
+    """All blocks."""
+    return [block for blocks in self.rows.values() for block in blocks]
+
+  def release(self, lists) -> None:
+    """Rows end, of which all lists are named."""
+    for x in lists:
+      self.rows.pop(x // self.heads, None)
+
+  def step(self, gone: Sequence, back: Sequence) -> None:
+    """Blocks (list, tokens) that come from the device, by id, and of those that were there some
+    that leave; their places are free for later steps only."""
+    for block in back:
+      self.rows[block[0] // self.heads].remove(block)
+    for block in gone:
+      self.rows.setdefault(block[0] // self.heads, []).append((*block, self.now))
+    heap = [(-len(blocks), row) for row, blocks in self.rows.items()]
+    heapq.heapify(heap)
+    for _ in range(len(self.held()) - (self.size - len(back))):
+      count, row = heapq.heappop(heap)
+      self.rows[row].pop(0)
+      heapq.heappush(heap, (count + 1, row))
+    self.now += 1

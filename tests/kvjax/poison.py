@@ -93,10 +93,10 @@ def poison(runner, cache, value):
     # step on, labels and centroids that are all finite
     assert not jax.tree.leaves(state), "say here what of this policy's state is unused"
   cache = cache.replace(contiguous=contiguous, pools=pools, policy_state=state)
-  return _poison_recalled(cache, value) if runner.store.on_host else cache
+  return poison_recalled(cache, value) if runner.store.on_host else cache
 
 
-def _poison_recalled(cache, value):
+def poison_recalled(cache, value):
   """Of a store with a host tier: what no later step may read."""
   state = cache.store_state
   if isinstance(state, TieredState):
@@ -115,7 +115,25 @@ def _poison_recalled(cache, value):
       used = jnp.zeros(pool.keys.shape[0] * PAGE, bool).at[place].set(tokens.reshape(-1) >= 0)
       used = used.reshape(-1, PAGE).at[ordered_pages(state)].set(ordered)
     pools.append(jax.tree.map(lambda x, used=used: jnp.where(used[..., None], x, value), pool))
-  return cache.replace(store_state=state.replace(pools=tuple(pools)))
+  state = state.replace(pools=tuple(pools))
+  if isinstance(state, OpBlockState) and state.partition is not None:
+    state = state.replace(partition=_poison_partition(state.partition, state.group, value))
+  return cache.replace(store_state=state)
+
+
+def _poison_partition(partition, group, value):
+  """Slots on the host of which no block says that it has a token there."""
+  on_host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+  def poisoned(pool, used):
+    pool = jnp.where(used[..., None], jax.device_put(pool, device), value)
+    return jax.device_put(pool, on_host)
+
+  pools = tuple(
+    jax.tree.map(lambda pool, i=i: poisoned(pool, partition.blocks[i].tokens >= 0), layer)
+    for i, layer in zip(group, partition.pools, strict=True)
+  )
+  return partition._replace(pools=pools)
 
 
 def _poison_slots(state, lengths, value):
