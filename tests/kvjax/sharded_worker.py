@@ -116,6 +116,7 @@ ALONE |= {
 # Stores with a host tier: lists of the heads and rows of a device, in a pool of its own.
 ON_HOST = {
   "op_block:strict=True:slack=1.5": ("flexicache", (2, 2), llama),
+  "op_block:strict=True:slack=1.0:rho=0.3:host_blocks=0.5": ("omnikv", (4, 1), deeper),
   "token_slots:strict=True": ("omnikv", (4, 1), deeper),
   "whole_page": ("quest", (2, 2), llama),
 }
@@ -149,7 +150,8 @@ def run(case: Case) -> dict[str, Any]:
   generate(many, placed, SHORT, max_new_tokens=3, sampling=case.sampling)
   with Compilations() as compilations:
     cache, tokens = _generate(many, placed, case.sampling)
-  held = [leaf.addressable_shards for leaf in jax.tree.leaves(cache.replace(host=None))]
+  here = [leaf for leaf in jax.tree.leaves(cache) if leaf.sharding.memory_kind == "device"]
+  held = [leaf.addressable_shards for leaf in here]
   result = {
     "tokens": [_tokens_of_one(case) if jax.process_count() == 1 else None, tokens],
     "recompiled": compilations.names,
