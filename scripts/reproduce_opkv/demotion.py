@@ -4,10 +4,13 @@ OPKV demotes such a block to the host, and it comes back whole when it is a hit 
 lies in the ordered pages of the host as well, so that the partition saves no token but copies:
 one of a block in place of one for each missing token. What else the block holds moves too.
 
-Counted beside `op_block` as it is: each block that is given up is remembered, only the newest if
+Foretold beside `op_block` as it is: each block that is given up is remembered, only the newest if
 the partition is small. The missing tokens of a list are then covered with remembered blocks by the
 rule of hits: of a block at least theta are missing, the block with the most first, and no token
 counts twice. A block that came back is no longer in the partition.
+
+Beside that stands what `op_block:host_blocks=...` really moves. There what came back changes what the
+device has later: whole blocks, with tokens that nobody asked for, in place of full new ones.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ PARTITIONS = (0.25, 1.0, None)  # blocks, in pools of the device; None for all o
 RHO = 0.6  # `op_block`'s own
 COLUMNS = (
   *("policy", "partition", "demoted_per_step", "back_per_step", "copies_ratio"),
-  *("recalled_ratio", "moved_ratio"),
+  *("recalled_ratio", "moved_ratio", "measured_recalled_ratio", "measured_moved_ratio"),
 )
 
 
@@ -38,16 +41,19 @@ def run(case: Case) -> list[Row]:
   """A row for each policy and size of the partition: blocks by layer and step, and ratios.
 
   `copies_ratio` is copies from the host with the partition over those without, `recalled_ratio`
-  tokens copied from it, and `moved_ratio` the same with the tokens that are demoted.
+  tokens copied from it, and `moved_ratio` the same with the tokens that are demoted. The ratios of
+  the store itself have `measured_` before their names.
   """
   rows = []
   for spec in case.policies:
     followed = follow(case, spec)
     found = changes(followed, case.page_size)
+    without = sum(int((change.new[:, 1:] >= 0).sum()) for change in found)
     for pools in PARTITIONS:
       rows.append(
         row_of(case, followed.runner, "demotion")
         | count(found, case.page_size, pools)
+        | measured(followed, pools, case.page_size, without)
         | {"store": "op_block", "partition": "all" if pools is None else f"{pools} pools"}
       )
   return rows
@@ -104,6 +110,21 @@ def count(found: Sequence[Change], page_size: int, pools: float | None) -> Row:
     "recalled_ratio": recalled / most,
     "moved_ratio": (recalled + demoted * page_size) / most,
   }
+
+
+def measured(followed: Followed, pools: float | None, page_size: int, without: int) -> Row:
+  """What the store moves in all steps but the first, over the tokens that come from the host
+  without a partition; nothing for a partition of any size."""
+  if pools is None:
+    return {}
+  total = np.zeros(2, np.int64)  # tokens from the host, and tokens demoted
+  for _, step, cache in driven(followed, f"op_block:host_blocks={pools}", page_size):
+    counts = cache.store_state.traffic.moved, cache.store_state.partition.demoted
+    now = np.array([np.sum(count) for count in counts], np.int64)
+    total -= now * (step == 0)
+    total += now * (step + 1 == len(followed.selected))
+  recalled, demoted = (total / max(1, without)).tolist()
+  return {"measured_recalled_ratio": recalled, "measured_moved_ratio": recalled + demoted}
 
 
 def came_back(partition: np.ndarray, new: np.ndarray, theta: int) -> tuple[np.ndarray, int]:

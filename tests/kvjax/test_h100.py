@@ -38,7 +38,9 @@ def test_decode_step_of_an_8b_model_copies_no_pool(name):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.skipif(aot.why_not() is not None, reason=str(aot.why_not()))
-@pytest.mark.parametrize("store", ["whole_page", "op_block", "head_tiered"])
+@pytest.mark.parametrize(
+  "store", ["whole_page", "op_block", "op_block:host_blocks=1.0", "head_tiered"]
+)
 def test_decode_step_with_a_host_tier_copies_no_pool(store):
   """Four layers: InfiniGen with a quarter of the tokens, of which two select, or FlexiCache."""
   shape = dataclasses.replace(LLAMA_8B, num_layers=4)
@@ -59,11 +61,12 @@ def test_decode_step_with_a_host_tier_copies_no_pool(store):
   assert memory.host_temp_size_in_bytes == 0
   assert memory.alias_size_in_bytes >= kept.total
   assert not aot.big_copies(hlo, 16 * MIB)
-  # A recall of keys and one of values for each selecting layer; where pages or blocks are read, the
-  # attention to them.
+  # A recall of keys and one of values for each selecting layer, and of blocks that come back; where
+  # pages or blocks are read, the attention to them.
   launched = schedule(hlo)
   layers = shape.num_layers if store == "head_tiered" else 2
-  assert launched.count("recall") == launched.count("recalled") == 2 * layers
+  recalls = (4 if "host_blocks" in store else 2) * layers
+  assert launched.count("recall") == launched.count("recalled") == recalls
   assert launched.count("attention") == (0 if store == "whole_page" else layers)
   print(f"{store}: launches beside each recall {beside(launched)}")
   assert min(beside(launched)) > 0
