@@ -9,8 +9,8 @@ the partition is small. The missing tokens of a list are then covered with remem
 rule of hits: of a block at least theta are missing, the block with the most first, and no token
 counts twice. A block that came back is no longer in the partition.
 
-Beside that stands what `op_block:host_blocks=...` really moves. There what came back changes what the
-device has later: whole blocks, with tokens that nobody asked for, in place of full new ones.
+Beside that stands what `op_block:host_blocks=...` really moves. There what came back changes what
+the device has later: whole blocks, with tokens that nobody asked for, in place of full new ones.
 """
 
 from __future__ import annotations
