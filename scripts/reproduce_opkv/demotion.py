@@ -114,10 +114,9 @@ def count(found: Sequence[Change], page_size: int, pools: float | None) -> Row:
 
 def measured(followed: Followed, pools: float | None, page_size: int, without: int) -> Row:
   """What the store moves in all steps but the first, over the tokens that come from the host
-  without a partition; nothing for a partition of any size."""
-  if pools is None:
-    return {}
+  without a partition."""
   total = np.zeros(2, np.int64)  # tokens from the host, and tokens demoted
+  pools = len(followed.selected) if pools is None else pools  # no step demotes more than one
   for _, step, cache in driven(followed, f"op_block:host_blocks={pools}", page_size):
     counts = cache.store_state.traffic.moved, cache.store_state.partition.demoted
     now = np.array([np.sum(count) for count in counts], np.int64)

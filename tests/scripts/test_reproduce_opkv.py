@@ -70,6 +70,7 @@ def test_an_item_that_counts(name, case, followed, driven, monkeypatch, tmp_path
   monkeypatch.setattr(sensitivity, "BLOCK_SIZES", (8, 16))
   monkeypatch.setattr(sensitivity, "BUDGETS", (25,))
   monkeypatch.setattr(eviction, "SLACKS", (1.0,))
+  monkeypatch.setattr(demotion, "PARTITIONS", (None,))
   item = ITEMS[name]
   rows = list(item.run(case))
   for row in rows:
