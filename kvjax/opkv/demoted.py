@@ -106,7 +106,7 @@ class Exchange(NamedTuple):
   demoted: jax.Array
 
 
-def check_host_blocks(host_blocks: float, filling: str, reuse: bool) -> None:
+def check_host_blocks(host_blocks: float, filling: str, reuse: bool, exclusive: bool) -> None:
   """Raises ValueError for a size that is none, or where no block could be demoted."""
   if not 0 <= host_blocks < math.inf:
     raise ValueError(
@@ -116,6 +116,11 @@ def check_host_blocks(host_blocks: float, filling: str, reuse: bool) -> None:
     raise ValueError(
       f"host_blocks {host_blocks} needs filling {AGGREGATE!r}: with {filling!r} a token's slot "
       "depends on what else is in the pool, so that no block comes back as it went"
+    )
+  if host_blocks and exclusive:
+    raise ValueError(
+      f"host_blocks {host_blocks} excludes exclusive: a block that comes back holds tokens that other "
+      "blocks may have by then"
     )
   if host_blocks and not reuse:
     raise ValueError(

@@ -110,7 +110,7 @@ def op_block(
     shared: the lists of a layer share its pool, as in the paper; False, ours: each has its own
       part, which attention reads in place.
     host_blocks: OP blocks that the host keeps of those that a layer's pool gave up, over the blocks
-      of that pool; 0 for none. Filling must be "aggregate", and blocks reused.
+      of that pool; 0 for none. Filling must be "aggregate", blocks reused and not exclusive.
 
   Raises:
     ValueError: an argument outside these ranges.
@@ -119,7 +119,7 @@ def op_block(
     raise ValueError(f"slack {slack} must be at least 1: a selection must fit the pool")
   settings = Settings(1, 1, rho, eviction, recheck, strict, filling, reuse, exclusive, shared)
   checked(settings)
-  demoted.check_host_blocks(host_blocks, filling, reuse)
+  demoted.check_host_blocks(host_blocks, filling, reuse, exclusive)
   put = insert if shared else insert_lists if host_blocks else None
   return WHOLE_PAGE._replace(
     name="op_block",

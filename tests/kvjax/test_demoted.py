@@ -291,6 +291,7 @@ def test_off_it_is_not_there():
     ("host_blocks=nan", "host_blocks is 'nan', expected float"),
     ("host_blocks=1:filling=refill", "host_blocks 1 needs filling 'aggregate': with 'refill'"),
     ("host_blocks=1:filling=by_page", "needs filling 'aggregate': with 'by_page'"),
+    ("host_blocks=1:exclusive=True", "host_blocks 1 excludes exclusive"),
     ("host_blocks=1:reuse=False", "needs reuse: without it"),
   ],
 )
