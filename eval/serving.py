@@ -176,14 +176,6 @@ class WatchedTiers(Tiers):
     return result
 
 
-class WatchedQueue(DualQueue[Request]):
-  """Tells whether somebody could be served."""
-
-  @property
-  def has_ready(self) -> bool:
-    return len(self._ready) > 0
-
-
 class WatchedClock:
   """Another clock; notes how long it slept, and sleeps while something is so that should not be."""
 
@@ -306,8 +298,8 @@ def serve(
   try:
     backend = WatchedBackend(case.runner, case.loaded.params, tiers)
     placement = Placement(case.host_bytes, EVICTIONS[case.eviction](case.host_bytes), tiers.evict)
-    queue = WatchedQueue(placement, tiers)
-    watched, begin = WatchedClock(clock(), lambda: queue.has_ready), time.perf_counter()
+    queue = DualQueue[Request](placement, tiers)
+    watched, begin = WatchedClock(clock(), lambda: queue.num_ready > 0), time.perf_counter()
     for one in converse(case.turns, backend, watched, queue):
       finished.append(one)
       tell(one)

@@ -60,28 +60,18 @@ class Ranked:
     by_use: bool = True,
     soon: Callable[[], Sequence[int]] = tuple,
   ):
-    self._key, self._by_use, self._soon = key, by_use, soon
-    self._ranking, self._ticks = Ranking(), itertools.count()
+    self._by_use, self._soon, ticks = by_use, soon, itertools.count()
+    self._ranking = Ranking(lambda user: (key(user), next(ticks)))
+    self.insert, self.remove = self._ranking.insert, self._ranking.remove
+    self.pin, self.unpin = self._ranking.pin, self._ranking.unpin
 
   def arrived(self, user: int, now: float) -> None:
     del now
-    if self._by_use and user in self._ranking:
-      self.insert(user)
+    if self._by_use:
+      self._ranking.rank_again(user)
 
   def answered(self, user: int, now: float, answer_tokens: int, size_bytes: int) -> None:
     """Changes nothing."""
-
-  def insert(self, user: int) -> None:
-    self._ranking.put(user, (self._key(user), next(self._ticks)))
-
-  def remove(self, user: int) -> None:
-    self._ranking.discard(user)
-
-  def pin(self, user: int) -> None:
-    self._ranking.pin(user)
-
-  def unpin(self, user: int) -> None:
-    self._ranking.unpin(user)
 
   def victim(self) -> int | None:
     """The first in the order; if only spared ones are left, whose turn is last."""
@@ -93,7 +83,7 @@ class Ranked:
     if not spared:
       return None
     last = max(spared, key=turn.__getitem__)
-    self._ranking.discard(last)
+    self._ranking.remove(last)
     return last
 
   def forget(self, user: int) -> None:

@@ -101,7 +101,9 @@ class PreviousAnswer:
     self._reuse = ReuseDistances(int(2 * self._edges[-1]))
     self._everyone = [1 / NUM_BUCKETS] * NUM_BUCKETS
     self._users: dict[int, _User] = {}
-    self._ranking = Ranking()
+    self._ranking = Ranking(self._key)
+    self.insert, self.remove = self._ranking.insert, self._ranking.remove
+    self.pin, self.unpin = self._ranking.pin, self._ranking.unpin
     self._window: deque[Access] = deque(maxlen=window)  # of turns that have ended
     self._samples = np.zeros((window, 2), np.int64)  # a ring: answer length, distance
     self._num_samples = 0  # so far
@@ -132,7 +134,7 @@ class PreviousAnswer:
     self._move(user, state, 0)
     state.tick = self._accesses
     self._go_on()
-    self._rank(user)
+    self._ranking.rank_again(user)
 
   def answered(self, user: int, now: float, answer_tokens: int, size_bytes: int) -> None:
     del now
@@ -141,19 +143,7 @@ class PreviousAnswer:
     self._reuse.resize(user, size_bytes)
     self._pass_time()
     self._window.append(Access(user, size_bytes, self._at_arrival.pop(user, None)))
-    self._rank(user)
-
-  def insert(self, user: int) -> None:
-    self._ranking.put(user, self._key(self._user(user)))
-
-  def remove(self, user: int) -> None:
-    self._ranking.discard(user)
-
-  def pin(self, user: int) -> None:
-    self._ranking.pin(user)
-
-  def unpin(self, user: int) -> None:
-    self._ranking.unpin(user)
+    self._ranking.rank_again(user)
 
   def victim(self) -> int | None:
     self._pass_time()
@@ -196,7 +186,7 @@ class PreviousAnswer:
     users = list(self._ranking)
     at_once = -(-4 * len(users) // self._every) or 1
     for number, user in enumerate(users, 1):
-      self._rank(user)
+      self._ranking.rank_again(user)
       if number % at_once == 0:
         yield
 
@@ -222,7 +212,7 @@ class PreviousAnswer:
           self._due[bucket] = self._flow + missing
           break
         self._move(user, self._users[user], bucket + 1)
-        self._rank(user)
+        self._ranking.rank_again(user)
         left -= 1
 
   def _move(self, user: int, state: _User, passed: int) -> None:
@@ -237,11 +227,8 @@ class PreviousAnswer:
         self._due[passed] = 0
       self._waiting[passed][user] = None
 
-  def _rank(self, user: int) -> None:
-    if user in self._ranking:
-      self._ranking.put(user, self._key(self._users[user]))
-
-  def _key(self, state: _User) -> tuple[int, int]:
+  def _key(self, user: int) -> tuple[int, int]:
+    state = self._user(user)
     if self.falls_back:
       return 0, state.tick
     first = state.passed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 
 class Ranking:
@@ -11,10 +11,14 @@ class Ranking:
 
   A list in order: each call searches it in O(log n) and moves what lies behind, which takes
   microseconds for ten thousand users and, unlike a heap that is cleared now and then, never more.
+
+  Args:
+    key: `key(user)`, asked when a user comes in and whenever it is ranked again.
   """
 
-  def __init__(self):
-    self._key: dict[int, tuple] = {}
+  def __init__(self, key: Callable[[int], tuple]):
+    self._key_of = key
+    self._key: dict[int, tuple] = {}  # as they were when asked
     self._pinned: set[int] = set()
     self._order: list[tuple[tuple, int]] = []  # of who is not pinned
 
@@ -27,14 +31,20 @@ class Ranking:
   def __iter__(self) -> Iterator[int]:
     return iter(self._key)
 
-  def put(self, user: int, key: tuple) -> None:
-    """Takes in a user, or changes its key."""
+  def rank_again(self, user: int) -> None:
+    """Asks for the user's key again, if it is there."""
+    if user in self._key:
+      self.insert(user)
+
+  def insert(self, user: int) -> None:
+    """Takes in a user."""
+    key = self._key_of(user)
     if self._key.get(user) != key:
       self._take_out(user)
       self._key[user] = key
       self._put_in(user)
 
-  def discard(self, user: int) -> None:
+  def remove(self, user: int) -> None:
     """Forgets a user, if it is there; it stays pinned."""
     self._take_out(user)
     self._key.pop(user, None)

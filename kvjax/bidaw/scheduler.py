@@ -67,6 +67,11 @@ class DualQueue[R: Request]:
   def __len__(self) -> int:
     return len(self._turn) - len(self._started) + self._num_behind
 
+  @property
+  def num_ready(self) -> int:
+    """Waiting requests whose history is there, or that have none."""
+    return len(self._ready)
+
   def arrive(self, request: R, now: float) -> None:
     """Waits from now on: for the turn before it, for its history, or to be served."""
     self.poll(now)

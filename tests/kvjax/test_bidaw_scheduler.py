@@ -91,11 +91,13 @@ def test_reads_overlap_and_the_promoted_take_their_place_by_arrival():
   queue.arrive(request(1, 50, 0.5), 0.5)  # has no history
   queue.arrive(request(2, 1, 0.6), 0.6)
   queue.arrive(request(3, 51, 0.7), 0.7)
-  assert len(queue) == 4
+  assert len(queue) == 4 and queue.num_ready == 2
   assert queue.next(1.0, yes).id == 1  # the ready do not wait for the disk
+  assert queue.num_ready == 1
   queue.ended(request(1, 50), 1.5, 1, 10)
   assert queue.next(1.5, lambda r: r.id != 3) is None
   assert queue.wakes_at(1.5) == 2.0
+  assert queue.wakes_at(2.0) == 2.0 and queue.num_ready == 2
   assert queue.next(2.0, yes).id == 0  # before 3, as it arrived before
   assert queue._placement.where(1) is Where.READING
   assert queue.next(3.0, yes).id == 2
