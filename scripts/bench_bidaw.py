@@ -9,6 +9,7 @@ and answers cost the policy is told beside it, with the tables that are made aga
 Then the dual queue with a request of every conversation waiting, half of them for the disk, and
 Belady's policy played over a window of accesses, as previous-answer's ghost cache does in slices,
 with the memory of both. Processor time of this thread; median, 99th percentile, and the longest.
+Python's garbage collector, which may come in any call, waits for its end and is told apart.
 
     python -m scripts.bench_bidaw --requests=1000000
 
@@ -18,6 +19,7 @@ memory Python held at a tenth and at the end.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import heapq
 import itertools
@@ -58,6 +60,7 @@ from models import abstract
 SIZE = 1000  # bytes of a history
 TURNS = 5_000  # after the first of each conversation
 GHOST = f"ghost cache: Belady over {WINDOW:,} accesses"
+COLLECTOR = "Python's garbage collector"
 COLUMNS = ("what", "calls", "median_us", "p99_us", "longest_us", "mean_us", "memory_bytes")
 
 
@@ -70,15 +73,17 @@ class Waiting(NamedTuple):
 
 
 class Timed:
-  """Calls, and the microseconds that each took."""
+  """Calls without garbage collections, and the microseconds that each took."""
 
   def __init__(self):
     self.spent_us: list[float] = []
 
   def __call__(self, function: Callable[..., Any], *args) -> Any:
+    gc.disable()
     start = time.thread_time_ns()
     result = function(*args)
     self.spent_us.append((time.thread_time_ns() - start) / 1e3)
+    gc.enable()
     return result
 
   def columns(self) -> dict[str, float | int]:
@@ -91,6 +96,26 @@ class Timed:
       "longest_us": _short(spent.max()),
       "mean_us": _short(spent.mean()),
     }
+
+
+@contextlib.contextmanager
+def collections() -> Iterator[Timed]:
+  """Times the garbage collections that come meanwhile."""
+  timed, start = Timed(), 0
+
+  def note(phase: str, info: Mapping[str, int]) -> None:
+    nonlocal start
+    del info
+    now = time.thread_time_ns()
+    if phase == "stop":
+      timed.spent_us.append((now - start) / 1e3)
+    start = now
+
+  gc.callbacks.append(note)
+  try:
+    yield timed
+  finally:
+    gc.callbacks.remove(note)
 
 
 def _short(value: float) -> float | int:
@@ -177,12 +202,14 @@ def decisions(
   chosen: Mapping[str, Eviction], conversations: int, turns: int
 ) -> Iterator[dict[str, Any]]:
   """What each decision takes: of the policies that are chosen, of the queue, of the ghost cache."""
-  for name, policy in chosen.items():
-    victim, hearing = evictions(policy, conversations, turns)
-    yield {"what": f"{name}: eviction"} | victim.columns()
-    yield {"what": f"{name}: arrival or answer"} | hearing.columns()
-  for name, timed in scheduling(conversations).items():
-    yield {"what": f"dual queue: {name}"} | timed.columns()
+  with collections() as collector:
+    for name, policy in chosen.items():
+      victim, hearing = evictions(policy, conversations, turns)
+      yield {"what": f"{name}: eviction"} | victim.columns()
+      yield {"what": f"{name}: arrival or answer"} | hearing.columns()
+    for name, timed in scheduling(conversations).items():
+      yield {"what": f"dual queue: {name}"} | timed.columns()
+  yield {"what": COLLECTOR} | collector.columns()
   timed, most = ghost(conversations)
   yield {"what": GHOST} | timed.columns() | {"memory_bytes": most}
 

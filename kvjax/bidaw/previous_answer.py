@@ -219,13 +219,14 @@ class PreviousAnswer:
     """Into the queue of those of whose distance so much has passed; the extreme have none."""
     if not self._use_passed:
       return
-    if state.passed < len(self._waiting):
+    if state.passed != passed and state.passed < len(self._waiting):
       self._waiting[state.passed].pop(user, None)
     state.passed = passed
     if passed < len(self._waiting):
       if not self._waiting[passed]:
         self._due[passed] = 0
       self._waiting[passed][user] = None
+      self._waiting[passed].move_to_end(user)  # to take it out and in would fill the table
 
   def _key(self, user: int) -> tuple[int, int]:
     state = self._user(user)

@@ -42,10 +42,12 @@ class ReuseDistances:
   def access(self, user: int) -> int | None:
     """The distance of this access in bytes; None if the user is not remembered."""
     distance = self.since(user) if user in self._place else None
-    size = self._size.get(user, 0)
-    self._remove(user)
+    size = self._size.setdefault(user, 0)
+    if distance is not None:
+      self._add(self._place[user], -size)
+    self._place[user] = self._next
+    self._place.move_to_end(user)  # to take it out and in would fill the table
     self._make_room()
-    self._place[user], self._size[user] = self._next, size
     self._add(self._next, size)
     self._next += 1
     return distance
