@@ -119,8 +119,8 @@ def check_host_blocks(host_blocks: float, filling: str, reuse: bool, exclusive: 
     )
   if host_blocks and exclusive:
     raise ValueError(
-      f"host_blocks {host_blocks} excludes exclusive: a block that comes back holds tokens that other "
-      "blocks may have by then"
+      f"host_blocks {host_blocks} excludes exclusive: a block that comes back holds tokens that "
+      "other blocks may have by then"
     )
   if host_blocks and not reuse:
     raise ValueError(

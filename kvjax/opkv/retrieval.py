@@ -74,7 +74,7 @@ def retrieve(
   recheck: bool = True,
   filling: str = AGGREGATE,
   exclusive: bool = False,
-  room: jax.Array | None = None,
+  room: int | jax.Array | None = None,
 ) -> Retrieval:
   """Algorithm 1 for all lists at once.
 
@@ -93,13 +93,15 @@ def retrieve(
   keys = flat_tokens(blocks, *selected.shape)
   wanted = selected.reshape(-1).at[keys].get(mode="fill", fill_value=False)
   level = _level(blocks, wanted, filling)
+  room = n if room is None else room
   if exclusive:
-    return _of_exclusive(blocks, selected, keys, wanted, level, theta, width, filling)
+    fit = theta, width, room
+    return _of_exclusive(blocks, selected, keys, wanted, level, fit, filling)
   order = _Order(keys, wanted, level * n + (n - 1 - jnp.arange(n, dtype=jnp.int32)))
   held = blocks.owner >= 0
   claims, first = _claims(order, held, selected.size)
   need = _blocks_needed(blocks, selected, level, wanted & first, claims // n, filling)
-  least = _least_that_fits(need, theta, width, n if room is None else room)  # i32[X]
+  least = _least_that_fits(need, theta, width, room)  # i32[X]
   least_of_block = of_owner(least, blocks.owner, c + 1)
   hit = held & (level >= least_of_block)
   if recheck:
@@ -116,15 +118,13 @@ def retrieve(
   return Retrieval(hit, wanted, first & hit[:, None], selected & ~has)
 
 
-def _of_exclusive(
-  blocks, selected, keys, wanted, level, theta: int, width: int, filling: str
-) -> Retrieval:
+def _of_exclusive(blocks, selected, keys, wanted, level, fit, filling: str) -> Retrieval:
   """`retrieve` where each token has one holder: nothing is contested, and nobody comes first."""
-  n, c = blocks.tokens.shape
+  c = blocks.tokens.shape[1]
   claimed = jnp.full(selected.size, -1, jnp.int32)
   claimed = claimed.at[keys].set(jnp.broadcast_to(level[:, None], keys.shape), mode="drop")
   need = _blocks_needed(blocks, selected, level, wanted, claimed, filling)
-  least = _least_that_fits(need, theta, width, n)
+  least = _least_that_fits(need, *fit)
   hit = (blocks.owner >= 0) & (level >= of_owner(least, blocks.owner, c + 1))
   served = jnp.where(wanted & hit[:, None], keys, selected.size)
   has = jnp.zeros(selected.size, bool).at[served].set(True, mode="drop").reshape(selected.shape)

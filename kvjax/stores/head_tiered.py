@@ -148,27 +148,22 @@ def recall(
 ) -> tuple[Recalled, KVCache]:
   """The selected pages, where they are on the device."""
   state = cache.store_state
-  positions = resident.slots_of(ticket, cache.host.page_size)
+  pools, positions = state.pools[row], resident.slots_of(ticket, cache.host.page_size)
   mask = ticket.mask & (positions < lengths[:, None, None, None])
   pages = resident.page_ids(state.tables[row], ticket.pages)
-  recalled = Recalled(state.pools[row], pages, mask, positions, ticket.slots)
-  if ticket.slots is None and len(state.tiered[row]) == ticket.pages.shape[1]:
-    recalled = _all_slots(recalled)
-  return recalled, cache
-
-
-def _all_slots(recalled: Recalled) -> Recalled:
-  """The same pages as all slots of each list, of which the others are masked: where every list of a
-  layer is tiered these are the whole pool, so that attention reads them where they lie."""
-  pools, pages, mask, positions, _ = recalled
-  shape = (*mask.shape[:2], -1, mask.shape[3])
+  if ticket.slots is not None or len(state.tiered[row]) < ticket.pages.shape[1]:
+    return Recalled(pools, pages, mask, positions, ticket.slots), cache
+  # Every list is tiered, so that the slots of all of them are the whole pool: attention reads them
+  # where they lie, and masks those that are not selected now.
   place = jnp.where(mask.any(axis=3), pages, pools.num_pages)
+  mask, positions = (_by_slot(values, place, pools.num_pages) for values in (mask, positions))
+  return Recalled(pools, None, mask, positions), cache
 
-  def by_slot(values):
-    slots = jnp.zeros((pools.num_pages, values.shape[3]), values.dtype)
-    return slots.at[place].set(values, mode="drop").reshape(shape)
 
-  return Recalled(pools, None, by_slot(mask), by_slot(positions))
+def _by_slot(values: jax.Array, place: jax.Array, slots: int) -> jax.Array:
+  """[B, K, W, C] of values [B, K, M, C] in places i32[B, K, M] of the B*K*W slots; 0 elsewhere."""
+  by_slot = jnp.zeros((slots, values.shape[3]), values.dtype).at[place].set(values, mode="drop")
+  return by_slot.reshape(*values.shape[:2], -1, values.shape[3])
 
 
 def seal(
