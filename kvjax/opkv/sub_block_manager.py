@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from kvjax.cache.counting import before, places, running
 from kvjax.opkv.apart import insert_apart, owner_apart, take_apart
 from kvjax.opkv.blocks import Blocks, flat_tokens, owned_by, per_list, release
-from kvjax.opkv.demoted import Exchange, exchange, placed, returning
+from kvjax.opkv.demoted import Exchange, Returning, exchange, placed, returning
 from kvjax.opkv.eviction import EVICTIONS, Eviction
 from kvjax.opkv.filling import (
   AGGREGATE,
@@ -152,24 +152,13 @@ def plan(
   fits = _fits(selected, settings, n, c)
   selected = selected & fits[:, None]  # what does not fit is planned as if nothing were selected
 
-  rule = {name: getattr(settings, name) for name in ("width", "recheck", "filling", "exclusive")}
-  theta = 1 if settings.filling == REFILL else least_tokens(settings.rho, c)
-  found = retrieve(blocks, selected, theta=theta, **rule)
-  hits, came = per_list(found.hit, blocks.owner, lists), None
-  if demoted is not None:
-    left = {"num_blocks": n, "width": settings.width, "recheck": settings.recheck}
-    came = returning(demoted, found.missing, hits, theta=theta, **left)
-    found = found._replace(missing=came.missing)
+  found, hits, came = _served(blocks, selected, settings, demoted)
   moved = found.missing.sum(axis=-1, dtype=jnp.int32)
   wanted = selected.sum(axis=-1, dtype=jnp.int32)
   pages = _pages_with(found.missing, c).sum(axis=-1, dtype=jnp.int32)
   new = new_blocks(settings.filling, c, hits, wanted, moved, pages)
   fresh = new if came is None else new + came.blocks
-
-  if settings.shared:
-    taken, evicted, order = _take(blocks, found.hit, selected, fresh.sum(), settings)
-  else:
-    taken, evicted, order = take_apart(blocks, found.hit, fresh, capacity, settings.order)
+  taken, evicted, order = _take(blocks, found.hit, selected, fresh, settings)
   attended = _attended(blocks.owner, found.hit, hits, taken, fresh, settings.width)
   source, count = places(found.missing.reshape(-1), n * c), moved.sum()
   whole, moves, packed = None, None, taken  # packed: blocks for single tokens
@@ -186,25 +175,60 @@ def plan(
     arrived, seen = jnp.maximum(arrived, whole.tokens), seen | whole.seen
 
   gone = taken[:, None]
-  if settings.exclusive:  # what is wanted and in no hit is in a new block now
+  if settings.exclusive:  # what is wanted and in no hit is copied, so that it has a slot elsewhere
     gone |= found.wanted & ~found.hit[:, None]
   tokens = jnp.where(arrived >= 0, arrived, jnp.where(gone, -1, blocks.tokens))
-  if settings.shared:
-    after = Blocks(tokens, _new_owner(blocks.owner, attended, hits), order)
-    order = settings.order.insert(order, flat_tokens(after, lists, capacity), taken)
-  else:
-    after = Blocks(tokens, owner_apart(blocks.owner, taken, lists), order)
-    order = insert_apart(order, tokens, taken, lists, capacity, settings.order)
-  if settings.exclusive:
-    after = after._replace(owner=jnp.where((tokens >= 0).any(axis=1), after.owner, -1))
+  after = blocks._replace(tokens=tokens, order=order)
+  after = _settled(after, taken, attended, hits, capacity, settings)
+
   shown = found.first & found.wanted if settings.strict else found.first
   visible = (shown | seen) & (found.hit | taken)[:, None]
   mask = visible.at[attended].get(mode="fill", fill_value=False)
   return Plan(
-    after._replace(order=order),
+    after,
     *(source, target, count, attended, mask, visible, ~fits.all()),
     *(hits, fresh, moved, evicted, moves),
   )
+
+
+def _served(
+  blocks: Blocks, selected: jax.Array, settings: Settings, demoted: Blocks | None
+) -> tuple[Retrieval, jax.Array, Returning | None]:
+  """What serves a selection: hits, i32[X] how many of each list, and what comes back from the
+  host's partition. What is missing then has to be copied token by token."""
+  n, c = blocks.tokens.shape
+  rule = {name: getattr(settings, name) for name in ("width", "recheck", "filling", "exclusive")}
+  theta = 1 if settings.filling == REFILL else least_tokens(settings.rho, c)
+  found = retrieve(blocks, selected, theta=theta, **rule)
+  hits = per_list(found.hit, blocks.owner, selected.shape[0])
+  if demoted is None:
+    return found, hits, None
+  left = {"num_blocks": n, "width": settings.width, "recheck": settings.recheck}
+  came = returning(demoted, found.missing, hits, theta=theta, **left)
+  return found._replace(missing=came.missing), hits, came
+
+
+def _settled(
+  blocks: Blocks,
+  taken: jax.Array,
+  attended: jax.Array,
+  hits: jax.Array,
+  capacity: int,
+  settings: Settings,
+) -> Blocks:
+  """Blocks after a step, of which tokens are those of then and the order has no new blocks yet."""
+  lists = hits.shape[0]
+  if settings.shared:
+    after = blocks._replace(owner=_new_owner(blocks.owner, attended, hits))
+    order = settings.order.insert(blocks.order, flat_tokens(after, lists, capacity), taken)
+  else:
+    after = blocks._replace(owner=owner_apart(blocks.owner, taken, lists))
+    new = blocks.tokens, taken, lists, capacity
+    order = insert_apart(blocks.order, *new, settings.order)
+  if settings.exclusive:  # a block that lost all its tokens is free
+    some = (blocks.tokens >= 0).any(axis=1)
+    after = after._replace(owner=jnp.where(some, after.owner, -1))
+  return after._replace(order=order)
 
 
 def _check_shapes(lists: int, capacity: int, page_size: int, heads: int) -> None:
@@ -247,16 +271,19 @@ def _fits(selected, settings: Settings, n: int, c: int) -> jax.Array:
 
 
 def _take(
-  blocks: Blocks, hit: jax.Array, selected: jax.Array, count: jax.Array, settings: Settings
+  blocks: Blocks, hit: jax.Array, selected: jax.Array, fresh: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array, State]:
-  """Blocks for `count` new ones, bool[n]: free ones first, then what the eviction gives up.
+  """Blocks for new ones of each list, i32[X], as bool[n]: free ones first, then what the eviction
+  gives up; where pools are not shared, each list's of its own.
 
   Rows below their share are spared while others have something to give. Where all that these have
   is not enough, it goes without being asked for, and the eviction chooses among the spared.
 
   Also returns how many were given up, and the state of the eviction.
   """
-  order = settings.order.touch(blocks.order, hit)
+  if not settings.shared:
+    return take_apart(blocks, hit, fresh, selected.shape[1], settings.order)
+  order, count = settings.order.touch(blocks.order, hit), fresh.sum()
   free = blocks.owner < 0
   given_up = jnp.maximum(count - free.sum(dtype=jnp.int32), 0)
   idle = ~free & ~hit
