@@ -23,7 +23,8 @@ from kvjax.engine.serving import Server
 from kvjax.opkv import demoted
 from kvjax.opkv.apart import no_blocks_apart
 from kvjax.opkv.blocks import Blocks, no_blocks, release
-from kvjax.opkv.op_block import in_pool
+from kvjax.opkv.op_block import in_pool, ordered_pages
+from kvjax.opkv.recalling import ordered_page
 from kvjax.opkv.sub_block_manager import Settings, plan
 from kvjax.stores.traffic import totals
 from tests.kvjax import matrix, opkv_by_hand
@@ -199,15 +200,20 @@ def check_partition(cache) -> int:
 
 
 def check_pool(cache) -> None:
-  """The same of the blocks of the device, those that came back among them."""
+  """The same of the blocks of the device, those that came back among them, and of the ordered page
+  of each list, which a row brings along when it begins."""
   state, table = cache.store_state, np.asarray(cache.table[0]).reshape(-1)
   tokens, owner = (np.asarray(x) for x in state.blocks[0][:2])
   block, slot = np.nonzero(tokens >= 0)
-  c, t = tokens.shape[1], tokens[block, slot]
-  at = np.divmod(np.asarray(in_pool(state, jnp.asarray(block * c + slot))), c)
-  page = table[owner[block] * cache.table.shape[3] + t // c]
-  for original, pool in zip(cache.host, state.pools[0], strict=True):
-    np.testing.assert_array_equal(np.asarray(pool)[at], np.asarray(original)[page, t % c])
+  c, held = tokens.shape[1], tokens[block, slot]
+  in_blocks = np.divmod(np.asarray(in_pool(state, jnp.asarray(block * c + slot))), c)
+  _, within, there = (np.asarray(x) for x in ordered_page(cache, cache.lengths))
+  x, slot = np.nonzero(there)
+  ordered = np.asarray(ordered_pages(state))[x], slot
+  for at, lists, t in ((in_blocks, owner[block], held), (ordered, x, within[there])):
+    page = table[lists * cache.table.shape[3] + t // c]
+    for original, pool in zip(cache.host, state.pools[0], strict=True):
+      np.testing.assert_array_equal(np.asarray(pool)[at], np.asarray(original)[page, t % c])
 
 
 @pytest.mark.parametrize("shared", [True, False])
