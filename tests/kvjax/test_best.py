@@ -55,6 +55,13 @@ def test_more_than_there_are():
   assert _choose(scores, np.int32(4)).tolist() == [[[True, False, True, False]]]
 
 
+def test_all_of_a_row_but_one():
+  """More in a column than a sum of a byte could hold, if blocks had no fewer rows than that."""
+  scores = np.ones((1, 1, 40_000), np.float32)
+  chosen = _choose(scores, np.int32(39_999))
+  assert np.flatnonzero(~np.asarray(chosen)).tolist() == [39_999]
+
+
 @pytest.mark.parametrize("total", [7, 64, 1030])
 def test_both_forms_of_a_selection_are_the_same_tokens(total):
   rng = np.random.default_rng(total)
