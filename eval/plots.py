@@ -210,7 +210,7 @@ def _accuracy(
       loc="outside right upper", fontsize=8, title="larger mark: more tokens", title_fontsize=8
     )
   top = _top(100 * max(row["score"] for row in rows))
-  around = 0.04 if many else 0.12  # labels stand above and below their points
+  around = 0.04 if many else _around(_label_places(rows, xs))
   axes.set(xlim=(0, (1.05 if many else 1.15) * max(xs) or 1))
   axes.set_ylim(-around * top, (1 + around) * top)
   axes.set_yticks(np.linspace(0, top, 6))
@@ -219,6 +219,12 @@ def _accuracy(
   axes.set_title(_title(title), fontsize=9, loc="left")
   axes.grid(alpha=0.3)
   save(figure, path)
+
+
+def _around(places: Sequence[int]) -> float:
+  """Room above and below the scores for labels so far from their points, beside that of scores."""
+  share = (max(map(abs, places)) + 8) / 240  # of the height of the axes, in points
+  return share / (1 - 2 * share)
 
 
 def _top(highest: float) -> int:

@@ -21,6 +21,25 @@ def test_accuracy_against_speed(tmp_path):
   assert plots._label_places(rows, [20.0, 30.0, 29.0]) == [14, 14, -14]
 
 
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_labels_stay_inside_the_axes(tmp_path, monkeypatch, count):
+  drawn = []
+  monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+  rows = [
+    {"policy": "quest", "budget_tokens": 16 * n, "decode_tokens_per_s": 20.0, "score": score}
+    for n in range(count)
+    for score in ([1.0] if count == 7 else [1.0, 0.0])
+  ]
+  plots.accuracy_against_speed(rows, "title\ndevice", tmp_path / "a.png")
+  (figure,) = drawn
+  figure.draw_without_rendering()
+  (axes,) = figure.axes
+  assert len(axes.texts) == len(rows)
+  for text in axes.texts:
+    box, frame = text.get_window_extent(), axes.get_window_extent()
+    assert frame.y0 < box.y0 and box.y1 < frame.y1, text.get_text()
+
+
 @pytest.mark.parametrize("count", [7, 8, 40])
 def test_any_number_of_points_at_one_place(tmp_path, count):
   rows = [
