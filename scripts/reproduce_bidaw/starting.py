@@ -51,6 +51,7 @@ WITHOUT_TRACE: dict[str, Item] = {
   "overheads": overheads.ITEM,
 }
 ITEMS = COUNTED | SERVED | AT_ONE_RATE | WITHOUT_TRACE
+SIMULATED = ("latency", "ablation", *AT_ONE_RATE)  # the others count, but for seconds of loads
 MADE = {profile.name: profile for profile in (INTERACTIVE, CONTROL)}
 
 
@@ -125,6 +126,9 @@ def start(args: flags.FlagValues, name: str) -> Started:
   workloads, data = _workloads(args, size)
   case = case._replace(workloads=workloads)
   title = f"Bidaw, {name}: {args.trace}, {shape}, {human_bytes(case.host_bytes)} for histories"
+  if name in SIMULATED:
+    title += f", {args.machine}, simulated"
+    print(f"machine {args.machine}, simulated")
   for one in workloads:
     rate = users_per_minute(one)
     rate_text = "all users at once" if rate is None else f"{rate:.3g} users a minute"

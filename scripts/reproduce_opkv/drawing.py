@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from eval.plots import MARKERS, save, wrapped
 from eval.results import Row
@@ -69,7 +69,12 @@ def _scale(axes: Axes, log: str) -> None:
   for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
     if name in log:
       axes.set(**{f"{name}scale": "log"})
-      axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+      low, high = axes.get_xlim() if name == "x" else axes.get_ylim()
+      if high < 5 * low:  # of 1, 2, 5, 10 there may be one or none
+        axis.set_major_locator(MaxNLocator(6))
+        axis.set_minor_locator(NullLocator())
+      else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
       axis.set_major_formatter("{x:g}")
       axis.set_minor_formatter(NullFormatter())
   low, high = axes.get_ylim()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from absl import flags
 
 from eval.results import append_row, read_rows
 from eval.tables import table
@@ -18,7 +19,7 @@ from kvjax.config import ModelConfig
 from kvjax.sim import machine
 from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
 from kvjax.sim.workloads import Turn, from_turns
-from scripts import bench_bidaw
+from scripts import bench_bidaw, reproduce
 from scripts.reproduce_bidaw import (
   correlation,
   latency,
@@ -203,6 +204,20 @@ def test_hours_and_the_whole(made):
     inside = begun if hour == "whole" else begun & (made[0].arrival_s // 3600 == int(hour))
     assert row["turns"] == inside.sum() >= 1000
     assert len(row["by_group"][0]) == 20 and row["group_spearman"] > 0.6
+
+
+@pytest.mark.parametrize(("name", "simulated"), [("latency", True), ("miss_rate", False)])
+def test_what_is_simulated_says_so(name, simulated, capsys):
+  before = {*flags.FLAGS}
+  try:
+    reproduce.define_flags()
+    flags.FLAGS(["reproduce", "--paper=bidaw", f"--item={name}", "--small"])
+    title = reproduce.PAPERS["bidaw"].start(flags.FLAGS, name).title
+  finally:
+    for one in {*flags.FLAGS} - before:
+      delattr(flags.FLAGS, one)
+  assert title.endswith(", a800, simulated") == simulated
+  assert ("machine a800, simulated\n" in capsys.readouterr().out) == simulated
 
 
 COMMAND = ("scripts.reproduce", "--paper=bidaw", "--out_dir=out")
