@@ -61,7 +61,7 @@ def define_flags() -> None:
   )
   cli.define_page_size_flag()
   flags.DEFINE_bool(
-    "small", False, "In seconds: models/small/small-llama and short texts, or few conversations."
+    "small", False, "A try: models/small/small-llama and short texts, or few conversations."
   )
   for paper in PAPERS.values():
     paper.define_flags()
