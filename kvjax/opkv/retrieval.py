@@ -86,7 +86,8 @@ def retrieve(
     width: most blocks that may serve a list; i32[X, 1] where lists differ.
     recheck: greedy set cover; False for the literal rule.
     filling: one of FILLINGS, by which new blocks are counted.
-    exclusive: no token is in two blocks of a list, which is all that is needed for both rules.
+    exclusive: the caller sees to it that no token is in two blocks of a list; then both rules find
+      the same, and no cover is looked for.
     room: i32[], most blocks that may serve all lists, if it is not the pool's number.
   """
   n, c = blocks.tokens.shape
