@@ -14,7 +14,7 @@ from eval.means import over_tasks
 from eval.results import MANIFEST, PREDICTIONS, RESULTS, ROW_FIELDS, Row
 
 _NEEDED = ("policy", "task")
-_TEXTS = ("model", "store", "device", "metric", "page_score")
+_TEXTS = ("model", "store", "device", "kernels", "metric", "page_score")
 _NUMBERS = tuple(name for name in ROW_FIELDS if name not in (*_NEEDED, *_TEXTS))
 _PREDICTION_NUMBERS = ("budget_tokens", "page_size", "score", "ttft_s")
 # What cases of the same policy and budget may differ in, and how their names say so.

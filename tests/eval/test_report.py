@@ -56,6 +56,7 @@ def row(policy="dense", task="lookup", **fields):
     "page_size": 16,
     "batch_size": 1,
     "device": "a chip",
+    "kernels": "append_kv=xla page_products=mosaic",
     "task": task,
     "metric": "string_match_all",
     "score": 0.5,
