@@ -54,5 +54,5 @@ def check_fits(wanted: int, backend: str) -> None:
   how = f"raise {LIMIT_VARIABLE} (GB), " if backend == "gpu" else ""
   raise HostPoolsTooLarge(
     f"the host pools need {wanted} bytes and at most {limit} can be pinned here; {how}lower "
-    "capacity_tokens or batch_size, or use a cache dtype of 2 bytes"
+    "capacity_tokens, batch_size or op_block's host_blocks, or use a cache dtype of 2 bytes"
   )

@@ -306,5 +306,5 @@ def test_device_bytes_are_the_closed_form(shape, tokens, budget):
 def test_pools_that_cannot_be_pinned_have_an_error_of_their_own(monkeypatch):
   monkeypatch.setattr(host, "limit_bytes", lambda backend: 1000)
   policy = make_policy("flexicache", budget_tokens=32)
-  with pytest.raises(host.HostPoolsTooLarge, match="lower capacity_tokens or batch_size"):
+  with pytest.raises(host.HostPoolsTooLarge, match="lower capacity_tokens, batch_size or"):
     prepare(matrix.tiny_model(SHAPE)[0], policy, "head_tiered", CacheConfig(1, 160))

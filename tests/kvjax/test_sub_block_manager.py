@@ -296,7 +296,8 @@ def test_a_row_below_half_of_its_share_is_spared():
 def test_lists_with_a_pool_each_are_planned_as_if_alone(filling, eviction):
   """What of it is not fit for one list (its selection is too large) is not planned, of it alone."""
   width = 8 if filling == "by_page" else 3
-  alone = Settings(width, 1, rho=0.5, eviction=eviction, filling=filling)
+  exclusive = eviction == "lru"  # as well as not: the plans differ, and this must hold for both
+  alone = Settings(width, 1, rho=0.5, eviction=eviction, filling=filling, exclusive=exclusive)
   apart = alone._replace(heads=HEADS, shared=False)
   order = alone.order
   blocks = no_blocks_apart(width, PAGE, order, LISTS, CAPACITY)
