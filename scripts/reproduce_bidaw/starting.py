@@ -63,10 +63,11 @@ class Size(NamedTuple):
   rates: tuple[str, ...]
   minutes: float = 0.0  # of arrivals, where there is no number of users
   conversations: tuple[int, ...] = ()
+  host_gb: float = 200.0
 
 
 FULL = Size("random:opt-13b", 6000, ("10", "20", "30"))
-SMALL = Size("random:opt-13b", 300, ("10",))
+SMALL = Size("random:opt-13b", 300, ("10",), host_gb=5.0)  # less than a few minutes of chats keep
 SIZES: tuple[tuple[Mapping[str, Item], Size, Size], ...] = (
   (COUNTED, FULL, SMALL),
   (
@@ -102,7 +103,12 @@ def define_flags() -> None:
     "bidaw: conversations that begin in a minute, one rate or several. Of a file so many of its "
     "users are chosen; by default all, once.",
   )
-  flags.DEFINE_float("host_gb", 200.0, "bidaw: host memory for histories.", lower_bound=0)
+  flags.DEFINE_float(
+    "host_gb",
+    None,
+    f"bidaw: memory for histories; by default {FULL.host_gb:g}, {SMALL.host_gb:g} with --small.",
+    lower_bound=0,
+  )
   flags.DEFINE_enum("machine", "a800", list(MACHINES), "bidaw: whose disk, and bytes of a number.")
   flags.DEFINE_integer("seed", 0, "bidaw: of what is made or chosen.", lower_bound=0)
 
@@ -118,9 +124,8 @@ def start(args: flags.FlagValues, name: str) -> Started:
   source = args.model if args["model"].present else size.model
   model, _ = abstract(source)
   shape = source.removeprefix("random:").rstrip("/").rpartition("/")[2]
-  case = Case(
-    shape, model.config, (), args.host_gb * 1e9, machine(args.machine), size.conversations
-  )
+  host_bytes = 1e9 * (size.host_gb if args.host_gb is None else args.host_gb)
+  case = Case(shape, model.config, (), host_bytes, machine(args.machine), size.conversations)
   if name in WITHOUT_TRACE:
     return Started(None, {}, f"Bidaw, {name}", lambda: ITEMS[name].run(case))
   workloads, data = _workloads(args, size)

@@ -247,7 +247,7 @@ def test_the_command_on_a_file(tmp_path):
   names = {path.name for path in (tmp_path / "out").iterdir()}
   assert names == {"results.jsonl", "manifest.json", "comparison.json", "correlation.png"}
   manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
-  assert {*manifest["data"]} == {"own.txt"} and manifest["flags"]["host_gb"] == 200
+  assert {*manifest["data"]} == {"own.txt"} and manifest["flags"]["host_gb"] is None
   [row] = read_rows(tmp_path / "out")
   assert row["turns"] == 63 and math.isfinite(row["group_spearman"])
 
