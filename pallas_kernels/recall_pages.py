@@ -120,41 +120,45 @@ def _offload_by_loop(device, host, source, target, count):
   return _by_loop(device, host, source, target, count, HOST)
 
 
-_AT_ONCE = 4
-
-
 def _by_loop(origin, into, source, target, count, space):
-  """Four pages a step, so that a processor has several reads under way; the last step may move its
-  last page more than once.
+  """A page a step.
 
-  On a CPU (two cores, two pools of f32, us for 0, 64, 512 and 2,048 pages, a page a step) this took
-  12, 43, 575 and 2,113 for pages of 4 KiB and 12, 14, 63 and 766 for tokens of 256 bytes. Steps of
-  one gather of 8 to 256 pages took 1.6 to 10 times as long, and for tokens 0.8 to 8 times; a
-  `lax.switch` of gathers of 64 to 2,048 pages took 1.6 to 7 times and 1 to 8 times as long. Four
-  tokens a step take 0.6 of the time of one where the host pool is far larger than a cache (175 MB;
-  300 to 1,200 tokens).
+  On a CPU (two cores, two pools of f32, us for 0, 64, 512 and 2,048 pages) this took 12, 43, 575
+  and 2,113 for pages of 4 KiB and 12, 14, 63 and 766 for tokens of 256 bytes, before `_kept`. Steps
+  of one gather of 8 to 256 pages took 1.6 to 10 times as long, and for tokens 0.8 to 8 times; a
+  `lax.switch` of gathers of 64 to 2,048 pages took 1.6 to 7 times and 1 to 8 times as long.
   """
 
   source, target = (
     jnp.clip(ids, 0, pools[0].shape[0] - 1) for ids, pools in ((source, origin), (target, into))
   )
   count = jnp.minimum(count, source.shape[0])
+  nothing = jnp.minimum(count, 0)  # where a step runs at all; XLA cannot know
 
   def move(i, into):
-    places = [jnp.minimum(i * _AT_ONCE + k, count - 1) for k in range(_AT_ONCE)]
     return tuple(
-      _moved(old, pool, [source[j] for j in places], [target[j] for j in places], space)
+      _moved(old, pool, source[i], target[i], nothing, space)
       for old, pool in zip(origin, into, strict=True)
     )
 
-  return lax.fori_loop(0, -(-count // _AT_ONCE), move, into)
+  return lax.fori_loop(0, count, move, into)
 
 
-def _moved(old, pool, source, target, space):
-  pages = [jax.device_put(lax.dynamic_slice_in_dim(old, s, 1), space) for s in source]
-  for page, t in zip(pages, target, strict=True):
-    pool = lax.dynamic_update_slice_in_dim(pool, page, t, axis=0)
-  return pool
+def _moved(old, pool, source, target, nothing, space):
+  page = jax.device_put(lax.dynamic_slice_in_dim(old, source, 1), space)
+  return lax.dynamic_update_slice_in_dim(pool, _kept(page, nothing), target, axis=0)
+
+
+def _kept(page, nothing):
+  """The page as it is, by an operation that does nothing and makes its copy a loop of vectors.
+
+  LLVM unrolls a loop of 64 loads and stores before it looks for vectors, and 64 single stores took
+  480 ns a token (K and V of 64 f32, from 100 MB) where vectors take 190; of pages of 16 tokens it
+  made 1.9 us where it makes 1.5 now.
+  """
+  bits = jnp.dtype(f"uint{8 * page.dtype.itemsize}")
+  same = lax.bitcast_convert_type(page, bits) | nothing.astype(bits)
+  return lax.bitcast_convert_type(same, page.dtype)
 
 
 def _offload_by_scatter(device, host, source, target, count):
