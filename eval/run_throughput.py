@@ -50,6 +50,7 @@ from kvjax.stores import traffic
 from kvjax.types import Params, Policy
 from models import Loaded, load
 from models.memory import params_bytes
+from models.panels import for_decode
 
 ROUND_STEPS = 4
 PLAN_COLUMNS = (
@@ -104,7 +105,7 @@ class Lane(NamedTuple):
 
   Attributes:
     runner: from `prepare`.
-    params: weights.
+    params: weights, as for decoding (`models.panels`).
     cache: device state.
     tokens: i32[B], the newest token of each row.
     ttft_s: seconds from the prompt to the first token.
@@ -121,27 +122,39 @@ class Lane(NamedTuple):
   made: tuple[int, ...]
 
 
-def compile_runner(runner: Runner, params: Params) -> float:
+class Weights(NamedTuple):
+  """A model's weights, and the same as for decoding at a batch size (`models.panels`)."""
+
+  whole: Params
+  decoding: Params
+
+
+def weights(loaded: Loaded, batch_size: int) -> Weights:
+  """Both; make them once for all lanes of a batch size."""
+  return Weights(loaded.params, for_decode(loaded.params, batch_size))
+
+
+def compile_runner(runner: Runner, params: Weights) -> float:
   """Seconds that it takes to compile a runner and to run it once on a short prompt."""
   begin = time.perf_counter()
   prompts = [[1] * 8] * runner.prefill_config.batch_size
-  generate(runner, params, prompts, max_new_tokens=3)
+  advance(start_lane(runner, params, prompts), 2)
   return time.perf_counter() - begin
 
 
 def start_lane(
   runner: Runner,
-  params: Params,
+  params: Weights,
   prompts: Sequence[Sequence[int]],
   progress: Callable[[str, int, int], None] | None = None,
 ) -> Lane:
   """Prefills; the runner must be compiled, or the time to the first token includes that."""
-  result = generate(runner, params, prompts, max_new_tokens=1, progress=progress)
+  result = generate(runner, params.whole, prompts, max_new_tokens=1, progress=progress)
   first = [row[0] for row in result.tokens]
   tokens = jnp.asarray(first, jnp.int32)
   if result.cache.host is not None:  # what such a step returns is bound to a device: so begins it
     tokens = jax.device_put(tokens, result.cache.lengths.sharding)
-  return Lane(runner, params, result.cache, tokens, result.ttft_s, (), (first[0],))
+  return Lane(runner, params.decoding, result.cache, tokens, result.ttft_s, (), (first[0],))
 
 
 def advance(lane: Lane, steps: int) -> Lane:
@@ -262,7 +275,8 @@ def measure(
     repeats: times that prefill and decode are measured.
     bar: grows by one for each prefill.
   """
-  compile_s = [compile_runner(runner, loaded.params) for runner in group.runners]
+  params = weights(loaded, len(group.prompts))
+  compile_s = [compile_runner(runner, params) for runner in group.runners]
   samples = [Samples(seconds, [], [], []) for seconds in compile_s]
   read = bandwidth_reader()
   bandwidth = read()
@@ -271,7 +285,7 @@ def measure(
     for runner in group.runners:
       if bar is not None:
         bar.set_description(f"{runner.policy.name} prefill")
-      lanes.append(start_lane(runner, loaded.params, group.prompts))
+      lanes.append(start_lane(runner, params, group.prompts))
       if bar is not None:
         bar.update()
     if bar is not None:

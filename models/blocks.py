@@ -49,9 +49,11 @@ def linear(
 ) -> jax.Array:
   """x f[..., in] @ layer[name] f[in, out], plus layer[name + "_bias"] f[out] where there is one.
 
-  Where `in` is split over a mesh axis, the products are summed over it, and the bias comes after.
+  The matrix may be in panels f[out/64, in, 64] (`models.panels`). Where `in` is split over a mesh
+  axis, the products are summed over it, and the bias comes after.
   """
-  out = x @ layer[name]
+  w = layer[name]
+  out = x @ w if w.ndim == 2 else _by_panel(x, w)
   out = out if axis is None else jax.lax.psum(out, axis)
   bias = layer.get(f"{name}_bias")
   return out if bias is None else out + _along_last(bias, out)
@@ -111,6 +113,15 @@ def random_matrices(
     name: random_matrix(one, shape, dtype)
     for one, (name, shape) in zip(keys, shapes.items(), strict=True)
   }
+
+
+def _by_panel(x: jax.Array, panels: jax.Array) -> jax.Array:
+  """f[..., C*W] of x f[..., in] and panels f[C, in, W]."""
+  rows = x.reshape(-1, x.shape[-1])
+  out = jnp.matmul(jnp.broadcast_to(rows, (panels.shape[0], *rows.shape)), panels)
+  # Without the barrier XLA wants the product in the order of the result, ten times as slow.
+  out = jax.lax.optimization_barrier(out).swapaxes(0, 1)
+  return out.reshape(*x.shape[:-1], -1)
 
 
 def _along_last(vector: jax.Array, x: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ from eval import cli, texts
 from eval.results import append_row, check_new_run, make_manifest, make_row, percentiles, start_run
 from eval.run_throughput import (
   ROUND_STEPS,
+  Weights,
   advance,
   compile_runner,
   make_prompts,
@@ -185,7 +186,7 @@ def measure(
     peer.ask(prefill=prompt[:64])
     peer.ask(steps=2)
   for runner in runners:
-    compile_runner(runner, params)
+    compile_runner(runner, Weights(params, params))
   lanes, prefills, replies = [], {}, {name: ([], []) for name in peers}
   with tqdm(total=len(peers) + len(runners), desc="prefill", unit="prompt") as bar:
     for name, peer in peers.items():
@@ -195,7 +196,7 @@ def measure(
       bar.update()
     for runner in runners:
       time.sleep(_PAUSE_S)
-      lanes.append(start_lane(runner, params, [prompt]))
+      lanes.append(start_lane(runner, Weights(params, params), [prompt]))
       bar.update()
   for done in tqdm(range(0, steps, ROUND_STEPS), desc="decode", unit="round"):
     count = min(ROUND_STEPS, steps - done)

@@ -16,6 +16,8 @@ from eval.run_throughput import ROUND_STEPS, Lane, add_speedups, advance
 from kvjax import make_policy, prepare
 from kvjax.engine.generate import check_overflow
 from kvjax.stores import traffic
+from kvjax.types import Params
+from models.panels import for_decode
 from scripts.reproduce_opkv.case import Case, cache_config, policy_of, row_of
 
 WARM_UP = 2  # steps that compile, and bring what nothing could have brought before
@@ -40,8 +42,9 @@ def time_stores(case: Case, item: str, batch_size: int, stores: Sequence[str]) -
   """
   pairs = [("dense", "resident")]
   pairs += [(policy, store) for policy in case.policies for store in ("resident", *stores)]
+  params = for_decode(case.loaded.params, batch_size)
   lanes = [
-    _start(case, batch_size, *pair)
+    _start(case, batch_size, params, *pair)
     for pair in tqdm(pairs, desc=f"batch {batch_size}: replay, compile", leave=False)
   ]
   timed = case.following[WARM_UP:]
@@ -51,14 +54,14 @@ def time_stores(case: Case, item: str, batch_size: int, stores: Sequence[str]) -
   return add_speedups(_rows(case, item, lanes))
 
 
-def _start(case: Case, batch_size: int, spec: str, store: str) -> Timed:
+def _start(case: Case, batch_size: int, params: Params, spec: str, store: str) -> Timed:
   """A prefilled cache that has made its first steps."""
   policy = make_policy("dense") if spec == "dense" else policy_of(case, spec)
   runner = prepare(case.loaded.model, policy, store, cache_config(case, batch_size))
   prompts = [*case.recording.prompts] * batch_size
   recording = case.recording._replace(prompts=prompts)
   cache = replay.replayed(runner, case.loaded.params, recording)[1]
-  lane = Lane(runner, case.loaded.params, cache, cache.lengths, 0.0, (), ())
+  lane = Lane(runner, params, cache, cache.lengths, 0.0, (), ())
   lane = _forced(lane, case.following[:WARM_UP])
   return Timed(lane._replace(step_s=(), made=()), traffic.totals(lane.cache) or _NOTHING)
 

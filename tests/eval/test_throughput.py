@@ -90,13 +90,14 @@ def test_plan_comes_before_the_table_and_results_are_not_overwritten(finished):
   assert "out already holds results.jsonl; choose another --out_dir" in again.stderr
 
 
+@pytest.mark.parametrize("rows", [1, 2])  # one row decodes with the weights as they are
 @pytest.mark.parametrize("policy", ["dense", "quest", "streaming"])
-def test_a_lane_says_what_generate_says(policy):
+def test_a_lane_says_what_generate_says(policy, rows):
   loaded = load(MODEL)
   [(policy, store)] = run_throughput.pick_policies([policy], [], [32], 16)
-  runner = prepare(loaded.model, policy, store, CacheConfig(1, 80, 16), chunk_tokens=64)
-  prompts = run_throughput.make_prompts(loaded, None, 70, 1)
-  lane = run_throughput.start_lane(runner, loaded.params, prompts)
+  runner = prepare(loaded.model, policy, store, CacheConfig(rows, 80, 16), chunk_tokens=64)
+  prompts = run_throughput.make_prompts(loaded, None, 70, rows)
+  lane = run_throughput.start_lane(runner, run_throughput.weights(loaded, rows), prompts)
   lane = run_throughput.advance(run_throughput.advance(lane, 3), 2)
   expected = generate(runner, loaded.params, prompts, max_new_tokens=6).tokens[0]
   assert list(lane.made) == expected

@@ -1,0 +1,50 @@
+"""Weights in panels: another order in memory, the same model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from kvjax import CacheConfig, decode_step, make_policy, prepare
+from kvjax.engine import steps
+from models.panels import WIDTH, for_decode
+from tests.models.tiny import FAMILIES
+
+ROWS = 3
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "opt-350m"])
+def test_a_step_in_panels_is_the_step(name):
+  model = models.build(FAMILIES[name])
+  params = model.init(jax.random.key(0))
+  panels = for_decode(params, ROWS)
+  shapes = {key: w.shape for key, w in panels["layers"][0].items()}
+  assert shapes["o"] == (1, 64, WIDTH) and shapes["attn_norm"] == (64,)
+  assert len(shapes["up"]) == 2, "96 columns are no whole panels"
+  runner = prepare(model, make_policy("dense"), "resident", CacheConfig(ROWS, 32))
+  tokens = jnp.array([3, 1, 4], jnp.int32)
+  cache = steps.sealed(runner, steps.empty_cache(runner))
+  plain, _ = decode_step(runner, params, cache, tokens)
+  cache = steps.sealed(runner, steps.empty_cache(runner))
+  paneled, _ = decode_step(runner, panels, cache, tokens)
+  np.testing.assert_allclose(paneled, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_panels_keep_the_columns_in_order():
+  w = jnp.arange(2.0 * 3 * WIDTH).reshape(2, 3 * WIDTH)
+  panels = for_decode({"layers": ({"up": w},)}, ROWS)["layers"][0]["up"]
+  np.testing.assert_array_equal(jnp.concatenate(list(panels), axis=1), w)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 512])
+def test_other_numbers_of_rows_keep_their_weights(rows):
+  params = {"layers": ({"up": jnp.ones((2, WIDTH))},)}
+  assert for_decode(params, rows) is params
+
+
+def test_half_precision_keeps_its_weights():
+  layer = {"up": jnp.ones((2, WIDTH), jnp.bfloat16)}
+  assert for_decode({"layers": (layer,)}, ROWS)["layers"][0]["up"] is layer["up"]
