@@ -8,10 +8,11 @@
 A model answers the turns of made conversations as they arrive: histories go to host memory, which
 is bounded, and to files, and come back, while others compute (`kvjax.engine.conversing`). Then the
 same turns are simulated, on an engine and a disk of which is known what each operation took in the
-run (`eval.predicting`). Answers do not depend on what was where, nor on what is kept of a history:
-another --eviction, --host_mb or --tensors gives the same.
+run (`eval.predicting`), and once more on a machine of an even pace. Answers do not depend on what
+was where, nor on what is kept of a history: another --eviction, --host_mb or --tensors gives the
+same.
 
-The folder gets manifest.json, results.jsonl with the measured and the simulated row (fields:
+The folder gets manifest.json, results.jsonl with the measured row and the simulated two (fields:
 `eval.serving_rows`), and turns.jsonl with a line for each turn, its answer in token ids.
 """
 
@@ -20,11 +21,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from absl import flags
 from tqdm import tqdm
 
 from eval import cli
-from eval.predicting import measured_setup, predicted_row
+from eval.predicting import at_even_pace, measured_setup, predicted_row
 from eval.results import (
   TURNS,
   Row,
@@ -41,6 +43,7 @@ from kvjax import CacheConfig, make_policy, prepare
 from kvjax.bidaw.tensor_cache import keeping
 from kvjax.engine.continuing import check_continues
 from kvjax.engine.conversing import stamp_of
+from kvjax.sim.engine_costs import PACE_S
 from kvjax.sim.generator import CONTROL, INTERACTIVE, generate
 from models import load
 from models.memory import params_bytes
@@ -49,11 +52,27 @@ SMALL = Path(__file__).resolve().parents[1] / "models" / "small" / "small-llama"
 TENSORS = ("keys_values", "activations")
 PROFILES = {profile.name: profile for profile in (INTERACTIVE, CONTROL)}
 TIMES = (
-  *("simulated", "turns", "failed_turns", "slot_busy_ratio", "mean_ttft_s", "ttft_s_p50"),
+  *(
+    "simulated",
+    "even_pace",
+    "turns",
+    "failed_turns",
+    "slot_busy_ratio",
+    "mean_ttft_s",
+    "ttft_s_p50",
+  ),
   *("ttft_s_p99", "mean_tpot_s", "tpot_s_p99", "mean_queueing_s", "mean_latency_s"),
 )
 PLACES = (
-  *("simulated", "new_turns", "host_turns", "disk_turns", "recomputed_turns", "miss_ratio"),
+  *(
+    "simulated",
+    "even_pace",
+    "new_turns",
+    "host_turns",
+    "disk_turns",
+    "recomputed_turns",
+    "miss_ratio",
+  ),
   *("disk_read_bytes", "disk_written_bytes", "read_overlap_ratio", "ready_wait_s", "disk_call_s"),
 )
 
@@ -92,9 +111,11 @@ def main(args: flags.FlagValues) -> None:
     append_lines(out_dir / TURNS, [turn_line(one, served) for one in served.finished])
     measured = measured_row(case, served)
     append_row(out_dir, measured)
-    simulated = predicted_row(case, measured_setup(case, served), measured)
-    append_row(out_dir, simulated)
-  print_tables(measured, simulated)
+    setup = measured_setup(case, served)
+    simulated = [predicted_row(case, one, measured) for one in (setup, at_even_pace(setup))]
+    for row in simulated:
+      append_row(out_dir, row)
+  print_tables(measured, *simulated)
   print(f"\nwritten to {out_dir}")
 
 
@@ -149,16 +170,14 @@ def _serve(case: Case, histories_dir: str | None) -> Served:
       return serve(case, folder, lambda one: bar.update())
 
 
-def print_tables(measured: Row, simulated: Row) -> None:
-  """Times and places of both, and how far they are apart."""
-  rows = [measured, simulated]
+def print_tables(measured: Row, simulated: Row, even: Row) -> None:
+  """Times and places of all, and how far they are apart."""
+  rows = [measured, simulated, even]
   print(f"\n{table(rows, TIMES)}\n\n{table(rows, PLACES)}\n")
-  ratios = ((name[5:-2], simulated.get(f"{name[5:-2]}_ratio")) for name in MEANS)
-  told = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios if ratio is not None)
-  print(
-    f"simulated over measured means: {told}\n"
-    f"told of this run, in means: {told_costs(simulated['costs'])}"
-  )
+  for row, name in ((simulated, "simulated over measured means"), (even, "told no pace")):
+    ratios = ((name[5:-2], row.get(f"{name[5:-2]}_ratio")) for name in MEANS)
+    print(f"{name}: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios if ratio))
+  print(f"told of this run, in means: {told_costs(simulated['costs'])}")
 
 
 def told_costs(costs: Row) -> str:
@@ -167,11 +186,16 @@ def told_costs(costs: Row) -> str:
   def ms(name: str, times: int = 1) -> str:
     return f"{costs[name] * times * 1e3:.3g} ms"
 
+  low, high = np.percentile(costs["pace"], (5, 95))
   return (
-    f"a start {ms('start_s')}, {ms('chunk_s')} more for each chunk that is read and "
-    f"{ms('restore_s')} for one that is restored; a step {ms('step_s')}, {ms('row_s')} more for "
-    f"each row and {ms('token_s', 1000)} for 1,000 tokens; the end of a turn {ms('store_s')}; a "
-    f"read {ms('read_s')}, at {costs['read_bytes_per_s'] / 1e6:,.0f} MB/s"
+    f"a start {ms('start_s')}, {ms('chunk_s')} more for each chunk that is read, "
+    f"{ms('restore_s')} for each that is restored and {ms('attend_s')} for each that one attends "
+    f"to; a step {ms('step_s')}, {ms('row_s')} more for each row, {ms('token_s', 1024)} for each "
+    f"1,024 tokens of the slots that it reads, and {ms('cold_s')} after a start or an end; the end "
+    f"of a turn {ms('store_s')}; a read {ms('read_s')}, at "
+    f"{costs['read_bytes_per_s'] / 1e6:,.0f} MB/s, beside which {costs['lost_beside_read']:.0%} of "
+    f"the computing is lost; waking up {ms('wake_s')}. In each {PACE_S} s everything took "
+    f"{low:.2f} to {high:.2f} times as long (5th and 95th percentile)"
   )
 
 

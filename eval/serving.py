@@ -104,14 +104,17 @@ class Served(NamedTuple):
   """What came of a run.
 
   Attributes:
+    began_s: when the clock of the turns was at 0, in seconds of that of the spans.
     finished: turns as they ended.
     starts: request id -> its start.
     steps: of rows each.
-    attended: tokens that each step attended to, of all its rows.
-    stored_s: seconds in which turns that had ended were stored, before the loop went on.
+    longest: tokens of the longest row of each step.
+    since: steps between the latest start or end and each step.
+    stored_s: seconds in which turns that had ended were stored and told, before the loop went on.
     loop_s: seconds of the loop in which nothing was computed or stored and it did not sleep.
     reads: of bytes each, from when the loop asked for them until a thread had them.
     written_bytes: to disk.
+    late_s: by which the loop went on late after each of its sleeps.
     sleeps: of the loop while a turn was ready; there should be none.
     disk_call_s: the longest of the loop's calls of the disk.
     hits: turns that found their history in host memory when they arrived; misses likewise.
@@ -119,14 +122,17 @@ class Served(NamedTuple):
     faults: of the disk.
   """
 
+  began_s: float
   finished: Sequence[Finished]
   starts: dict[int, Start]
   steps: Sequence[Span]
-  attended: Sequence[int]
+  longest: Sequence[int]
+  since: Sequence[int]
   stored_s: float
   loop_s: float
   reads: Sequence[Span]
   written_bytes: int
+  late_s: Sequence[float]
   sleeps: Sequence[Span]
   disk_call_s: float
   hits: int
@@ -177,19 +183,27 @@ class WatchedTiers(Tiers):
 
 
 class WatchedClock:
-  """Another clock; notes how long it slept, and sleeps while something is so that should not be."""
+  """Another clock; notes sleeps, by how much they were too long, and those that should not be.
+
+  Args:
+    clock: the other one.
+    noted: whether a sleep should not be.
+  """
 
   def __init__(self, clock: Clock, noted: Callable[[], bool]):
     self.now, self.spend = clock.now, clock.spend
     self.sleeps: list[Span] = []
+    self.late_s: list[float] = []
     self.slept_s = 0.0
     self._clock, self._noted = clock, noted
 
   def wait_until(self, then: float) -> None:
-    noted, begin = self._noted(), time.perf_counter()
+    noted, early, begin = self._noted(), self.now() < then, time.perf_counter()
     self._clock.wait_until(then)
     span = Span(begin, time.perf_counter())
     self.slept_s += span.seconds
+    if early:
+      self.late_s.append(self.now() - then)
     if noted:
       self.sleeps.append(span)
 
@@ -202,12 +216,14 @@ class WatchedBackend(ConversationBackend):
     self.warm_up()
     self.starts: dict[int, Start] = {}
     self.steps: list[Span] = []
-    self.attended: list[int] = []
-    self.stored_s = 0.0
-    self._fetched = histories.fetched
+    self.longest: list[int] = []
+    self.since: list[int] = []
+    self.stored_s = self.ended_s = 0.0
+    self._fetched, self._since = histories.fetched, 0
 
   def start(self, slot: int, request: Request) -> Made:
     history, begin = self.histories.history(request.user), time.perf_counter()
+    self._since = 0
     made = super().start(slot, request)
     span = Span(begin, time.perf_counter())
     fetched = request.user in self._fetched
@@ -221,18 +237,23 @@ class WatchedBackend(ConversationBackend):
     made = super().step(tokens)
     if tokens:  # not while warming up
       self.steps.append(Span(begin, time.perf_counter(), len(tokens)))
-      self.attended.append(sum(len(self._rows[slot].tokens) for slot in tokens))
+      self.longest.append(max(len(self._rows[slot].tokens) for slot in tokens))
+      self.since.append(self._since)
+      self._since += 1
     return made
 
   def stop(self, slot: int) -> None:
-    begin = time.perf_counter()
+    begin, self._since = time.perf_counter(), 0
     super().stop(slot)
     self.stored_s += time.perf_counter() - begin
 
   def ended(self, finished: Finished) -> None:
-    begin = time.perf_counter()
+    self.ended_s = time.perf_counter()
     super().ended(finished)
-    self.stored_s += time.perf_counter() - begin
+
+  def told(self) -> None:
+    """The scheduler and the caller know that a turn has ended."""
+    self.stored_s += time.perf_counter() - self.ended_s
 
 
 def make_turns(
@@ -303,20 +324,24 @@ def serve(
     for one in converse(case.turns, backend, watched, queue):
       finished.append(one)
       tell(one)
+      backend.told()
     seconds = time.perf_counter() - begin
   finally:
     tiers.close()
   spans = [*(start.span for start in backend.starts.values()), *backend.steps]
   busy_s = sum(span.seconds for span in spans) + backend.stored_s
   return Served(
+    begin,
     finished,
     backend.starts,
     backend.steps,
-    backend.attended,
+    backend.longest,
+    backend.since,
     backend.stored_s,
     max(0.0, seconds - busy_s - watched.slept_s),
     files.reads,
     files.written_bytes,
+    watched.late_s,
     watched.sleeps,
     tiers.longest_call_s,
     placement.hits,

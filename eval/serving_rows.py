@@ -105,14 +105,25 @@ def overlap_ratio(reads: Sequence[Span], busy: Sequence[Span]) -> float | None:
     busy: that do not overlap, by time.
   """
   total = sum(read.seconds for read in reads)
-  if not total:
-    return None
+  return float(overlap_s(reads, busy).sum()) / total if total else None
+
+
+def overlap_s(spans: Sequence[Span], busy: Sequence[Span]) -> np.ndarray:
+  """Seconds f[n] of each span in which something was busy.
+
+  Args:
+    spans: n, in any order.
+    busy: that do not overlap, by time.
+  """
+  if not spans or not busy:
+    return np.zeros(len(spans))
   begins, ends = (np.array([span[n] for span in busy]) for n in (0, 1))
   before = np.concatenate([[0.0], np.cumsum(ends - begins)])  # busy seconds before each span
 
-  def busy_until(then: float) -> float:
-    place = int(np.searchsorted(begins, then))
-    last = min(then, ends[place - 1]) - begins[place - 1] if place else 0.0
-    return float(before[max(0, place - 1)] + last)
+  def busy_until(then: np.ndarray) -> np.ndarray:
+    last = np.searchsorted(begins, then) - 1  # that had begun; -1 for none
+    in_last = np.minimum(then, ends[last]) - begins[last]
+    return np.where(last < 0, 0.0, before[last] + in_last)
 
-  return sum(busy_until(read.end_s) - busy_until(read.begin_s) for read in reads) / total
+  begun, ended = (busy_until(np.array([span[n] for span in spans])) for n in (0, 1))
+  return ended - begun

@@ -46,6 +46,7 @@ class TimedDisk:
   Attributes:
     busy_s: that it has read, or will once what has begun has ended.
     read_bytes: likewise.
+    free_s: when all that has begun has ended.
 
   Raises:
     ValueError: a disk that never ends.
@@ -57,7 +58,7 @@ class TimedDisk:
         f"a disk of {bytes_per_s} bytes/s after {seek_s} s; give it more than 0 bytes/s and 0 s on"
       )
     self._bytes_per_s, self._seek_s = bytes_per_s, seek_s
-    self._free_s = self.busy_s = 0.0
+    self.free_s = self.busy_s = 0.0
     self.read_bytes = 0
     self._reads: list[tuple[float, int]] = []
 
@@ -66,10 +67,10 @@ class TimedDisk:
 
   def begin(self, user: int, num_bytes: int, now: float) -> None:
     seconds = self.read_s(num_bytes)
-    self._free_s = max(self._free_s, now) + seconds
+    self.free_s = max(self.free_s, now) + seconds
     self.busy_s += seconds
     self.read_bytes += num_bytes
-    heapq.heappush(self._reads, (self._free_s, user))
+    heapq.heappush(self._reads, (self.free_s, user))
 
   def ended(self, now: float) -> list[Read]:
     reads = []

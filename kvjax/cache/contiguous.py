@@ -30,12 +30,18 @@ class Contiguous(NamedTuple):
   values: Segments
 
 
+def slot_segments(cache: CacheConfig) -> tuple[int, ...]:
+  """Tokens of each segment of a row; a step reads those that the longest row has reached."""
+  if cache.window_tokens is not None:  # what is read at most is one piece
+    return (cache.slots_per_row,)
+  first = -(-cache.base_tokens // SEGMENT_TOKENS) * SEGMENT_TOKENS
+  return segment_sizes(cache.slots_per_row, first)
+
+
 def zeros(model: ModelConfig, cache: CacheConfig) -> Contiguous:
   """An empty layer."""
   b, k, d = cache.batch_size, model.num_kv_heads, model.head_dim
-  first = -(-cache.base_tokens // SEGMENT_TOKENS) * SEGMENT_TOKENS
-  windowed = cache.window_tokens is not None  # what is read at most is one piece
-  sizes = (cache.slots_per_row,) if windowed else segment_sizes(cache.slots_per_row, first)
+  sizes = slot_segments(cache)
   return Contiguous(
     tuple(jnp.zeros((b, k, d, size), cache.dtype) for size in sizes),
     tuple(jnp.zeros((b, k, size, d), cache.dtype) for size in sizes),

@@ -86,20 +86,16 @@ class SimBackend:
       )
     self.room_tokens, self.context_tokens = room_tokens, min(config.max_tokens, room_tokens)
     self._config, self._machine, self._slots, self._histories = config, machine, slots, histories
-    # A step's time grows by the same with every token; the rest hangs on the number of rows.
-    rows = range(1, slots + 1)
-    if engine is None:
-      rows_s = [costs.decode_step_s(config, machine, [0] * n) for n in rows]
-      many = 10**9
-      token_s = (costs.decode_step_s(config, machine, [many]) - rows_s[0]) / many
-    else:
-      rows_s = [engine.step_s + n * engine.row_s for n in rows]
-      token_s = engine.token_s
-    self._rows_s, self._token_s, self._engine = [0.0, *rows_s], token_s, engine
-    self._as_activations = as_activations
+    # A machine's step takes longer by the same with every token; the rest hangs on the rows.
+    rows_s = [costs.decode_step_s(config, machine, [0] * n) for n in range(1, slots + 1)]
+    many = 10**9
+    self._token_s = (costs.decode_step_s(config, machine, [many]) - rows_s[0]) / many
+    self._rows_s = [0.0, *rows_s]
+    self._engine, self._as_activations = engine, as_activations
     self.reserved_tokens = 0
     self._reserved: dict[int, int] = {}  # slot -> tokens it may come to have
     self._skipped = 0  # steps that were skipped
+    self._since = 0  # steps since the latest start or end
     self._tokens: dict[int, int] = {}  # slot -> tokens whose keys and values it has, less those
     self._attended = 0  # tokens of all slots, in truth
 
@@ -125,7 +121,7 @@ class SimBackend:
     past = needs - prompt - request.max_new_tokens
     reloaded = min(past, self._histories(request.user).in_host_tokens)
     read = past - reloaded + prompt
-    self._reserved[slot] = needs
+    self._since, self._reserved[slot] = 0, needs
     self.reserved_tokens += needs
     self._tokens[slot] = past + prompt - self._skipped
     self._attended += past + prompt
@@ -136,16 +132,25 @@ class SimBackend:
     for slot in tokens:
       self._tokens[slot] += 1
     self._attended += len(tokens)
+    since, self._since = self._since, self._since + 1
+    if self._engine is not None:
+      longest = max(self._tokens.values())
+      seconds = self._engine.stepping_s(len(tokens), longest, since)
+      return Made(dict.fromkeys(tokens, NO_TOKEN), seconds)
     attended = self._attended
     if len(tokens) < len(self._tokens):  # some sit out
       attended = sum(self._tokens[slot] + self._skipped for slot in tokens)
     return Made(dict.fromkeys(tokens, NO_TOKEN), self._step_s(len(tokens), attended))
 
   def skip(self, most_steps: int, within_s: float) -> Skipped:
-    """Steps of all slots, each of which takes longer than the one before by the same."""
+    """Steps of all slots, each of which takes longer than the one before by the same.
+
+    A measured engine makes one: in which time others pass, only its clock knows.
+    """
+    if self._engine is not None:
+      return Skipped(1, NO_TOKEN, self.step(dict.fromkeys(self._tokens, NO_TOKEN)).seconds)
     rows = len(self._tokens)
-    longer_s = rows * self._token_s
-    first_s = self._step_s(rows, self._attended + rows)
+    longer_s, first_s = rows * self._token_s, self._step_s(rows, self._attended + rows)
 
     def seconds(steps: int) -> float:
       return steps * first_s + steps * (steps - 1) / 2 * longer_s
@@ -164,6 +169,7 @@ class SimBackend:
 
   def stop(self, slot: int) -> None:
     """The slot is free."""
+    self._since = 0
     self.reserved_tokens -= self._reserved.pop(slot)
     self._attended -= self._tokens.pop(slot) + self._skipped
 

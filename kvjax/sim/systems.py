@@ -151,6 +151,37 @@ class PartialDisk(TimedDisk):
     return wakes_at if wakes_at is None or self._poll_s is None else now + self._poll_s
 
 
+class EngineClock(VirtualClock):
+  """Virtual time of a measured engine: its pace changes, and it is slower while the disk reads.
+
+  Args:
+    engine: what it costs.
+    disk: that shares its cores.
+  """
+
+  def __init__(self, engine: EngineCosts, disk: TimedDisk):
+    super().__init__()
+    self._engine, self._disk = engine, disk
+
+  def spend(self, seconds: float) -> None:
+    while seconds > 0:
+      now = self.now()
+      pace, until = self._engine.pace_at(now)
+      done = 1 / pace  # of the seconds, in each that passes
+      if now < self._disk.free_s:
+        done *= 1 - self._engine.lost_beside_read
+        until = min(until, self._disk.free_s)
+      if seconds <= (until - now) * done:
+        super().spend(seconds / done)
+        return
+      super().wait_until(until)
+      seconds -= (until - now) * done
+
+  def wait_until(self, then: float) -> None:
+    if then > self.now():
+      super().wait_until(then + self._engine.wake_s)
+
+
 class System:
   """A design on a setup, from now on.
 
@@ -182,7 +213,7 @@ class System:
     self.backend = SimBackend(
       config, machine, setup.slots, self.history, as_activations=activations, engine=engine
     )
-    self._store_s = 0.0 if engine is None else engine.store_s
+    self._engine = engine
     self.written_bytes = self.rewritten_bytes = 0
     self._keeps = design.keeps
     self._tokens: dict[int, int] = {}  # user -> of its history, as far as the context reaches
@@ -190,10 +221,12 @@ class System:
 
   def serve(self, requests: Iterable[Request]) -> Iterator[Finished]:
     """Serves requests by arrival, and gives each as it ends; once."""
-    clock = VirtualClock()
+    engine = self._engine
+    clock = VirtualClock() if engine is None else EngineClock(engine, self.disk)
     for finished in serve(requests, self.backend, clock, self.queue):
       self._ended(finished)
-      clock.spend(self._store_s)
+      if engine is not None:
+        clock.spend(engine.store_s)
       yield finished
 
   def history(self, user: int) -> History:

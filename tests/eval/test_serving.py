@@ -11,21 +11,34 @@ import pytest
 
 from eval.predicting import measured_setup, predicted_row
 from eval.results import ROW_FIELDS
-from eval.run_serving import SMALL
-from eval.serving import EVICTIONS, Case, Served, Span, Start, WatchedClock, make_turns, serve
-from eval.serving_rows import MEANS, TIERS, computed, measured_row, overlap_ratio, turn_line
+from eval.serving import EVICTIONS, Case, Span, Start, WatchedClock, make_turns, serve
+from eval.serving_rows import (
+  MEANS,
+  TIERS,
+  computed,
+  measured_row,
+  overlap_ratio,
+  overlap_s,
+  turn_line,
+)
 from kvjax import CacheConfig, make_policy, prepare
-from kvjax.bidaw.tensor_cache import keeping
 from kvjax.engine.clock import VirtualClock
-from kvjax.engine.requests import Outcome, Request
-from kvjax.sim.engine_costs import EngineCosts
+from kvjax.engine.requests import Outcome
 from kvjax.sim.workloads import Turn, from_turns
 from models import load
 from tests import commands
+from tests.eval.test_predicting import COSTS, of_costs, three_rounds
 from tests.eval.test_throughput import _run
 
-MODEL, OPT = "random:stories260k", str(SMALL.with_name("small-opt"))
+MODEL = "random:stories260k"
 TOKEN_BYTES = 5 * 2 * 4 * 8 * 4  # of its keys and values
+
+
+class Late(VirtualClock):
+  """Sleeps a second too long."""
+
+  def wait_until(self, then: float) -> None:
+    super().wait_until(then + 1.0)
 
 
 class Patient(VirtualClock):
@@ -34,17 +47,6 @@ class Patient(VirtualClock):
   def wait_until(self, then: float) -> None:
     time.sleep(1e-3)
     super().wait_until(then)
-
-
-def three_rounds() -> list[Request]:
-  """Of four users, in turn, two at a time, long after those before: real seconds do not matter."""
-  rng = np.random.default_rng(1)
-  turns = []
-  for id in range(12):
-    user = id % 4
-    prompt = tuple(rng.integers(0, 512, 10 + 5 * user).tolist())
-    turns.append(Request(id, prompt, 4 + user, user=user, arrival_s=100.0 * (id // 2)))
-  return turns
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,23 @@ def test_what_computes_does_not_overlap(runs):
     assert made == sum(turn.max_new_tokens for turn in case.turns)
 
 
+def test_what_is_noted_of_steps(runs):
+  for case, served in runs:
+    assert len(served.longest) == len(served.since) == len(served.steps)
+    # In the end the longest conversation has all tokens but its last one, which no step was given.
+    assert max(served.longest) == 3 * (25 + 7) - 1
+    begun = sorted(start.span.begin_s for start in served.starts.values())
+    after, last = [], None  # steps since the latest start
+    for step in served.steps:
+      start = np.searchsorted(begun, step.begin_s)
+      after.append(after[-1] + 1 if start == last else 0)
+      last = start
+    assert all(since <= most for since, most in zip(served.since, after, strict=True))
+    # Of two turns at once, of 4 and 5 or 6 and 7 tokens, the longer one goes on alone for one step.
+    ends = sum(since < most for since, most in zip(served.since, after, strict=True))
+    assert ends == len(case.turns) // 2
+
+
 def test_a_line_of_a_turn(runs):
   case, served = runs[1]
   lines = [turn_line(one, served) for one in served.finished]
@@ -108,86 +127,9 @@ def test_a_line_of_a_turn(runs):
     assert line["arrival_s"] <= line["started_s"] <= line["first_token_s"] <= line["ended_s"]
 
 
-COSTS = EngineCosts(64, 3e-3, 8e-3, 5e-4, 14e-3, 1e-3, 2e-6, 2e-3)
-READ_S, BYTES_PER_S = 2e-3, 5e8
-
-
-def of_costs(case: Case, costs: EngineCosts) -> Served:
-  """A run whose operations take what is said, but for what a turn that ends and the loop take."""
-
-  def start(id: int, past: int, prompt: int) -> Start:
-    seconds = costs.starting_s(past, prompt)
-    return Start(Span(id, id + seconds), past, max(0, past - 1), prompt, from_disk=False)
-
-  def step(rows: int, attended: int) -> Span:
-    return Span(
-      0.0, costs.step_s - 1e-3 + rows * costs.row_s + attended * costs.token_s, amount=rows
-    )
-
-  pasts = (0, 0, 70, 131, 200, 90)
-  starts = {id: start(id, past, 5 + 30 * id) for id, past in enumerate(pasts)}
-  amounts = [(1 + n % 3, 40 * n * n) for n in range(12)]
-  reads = [Span(1.0, 1.0 + READ_S + n / BYTES_PER_S, n) for n in (1000, 50_000, 200_000)]
-  return Served(
-    finished=(),
-    starts=starts,
-    steps=[step(*amount) for amount in amounts],
-    attended=[attended for _, attended in amounts],
-    stored_s=costs.store_s * len(starts),
-    loop_s=1e-3 * len(amounts),
-    reads=reads,
-    written_bytes=0,
-    sleeps=(),
-    disk_call_s=0.0,
-    hits=0,
-    misses=0,
-    faults=(),
-  )
-
-
-def test_costs_of_a_run_are_found(case):
-  """From times of operations that hang on what they did as the engine's do."""
-  setup = measured_setup(case, of_costs(case, COSTS))
-  assert setup.engine is not None and setup.engine == pytest.approx(COSTS, rel=1e-6)
-  assert setup.machine.transfer_s == pytest.approx(READ_S)
-  assert setup.machine.disk_bytes_per_s == pytest.approx(BYTES_PER_S)
-  assert (setup.slots, setup.host_bytes) == (2, case.host_bytes)
-  silent = measured_setup(case, of_costs(case, COSTS)._replace(reads=()))
-  assert silent.machine.transfer_s == 0 and silent.machine.disk_bytes_per_s > 1e17
-
-
-def test_costs_below_nothing_are_none_and_the_sum_stays(case):
-  """Steps that take less the more rows they have: no cost of a row, and the mean of a step."""
-  served = of_costs(case, COSTS)
-  steps = [Span(0.0, 0.02 - 0.004 * step.amount, step.amount) for step in served.steps]
-  engine = measured_setup(case, served._replace(steps=steps, loop_s=0.0)).engine
-  assert engine is not None and engine.row_s == 0
-  told = [engine.step_s + engine.token_s * tokens for tokens in served.attended]
-  assert sum(told) == pytest.approx(sum(step.seconds for step in steps))
-
-
-def test_the_simulated_run_takes_what_it_was_told(case):
-  """Turns that are alone wait for nobody: a start, and a step for each token after the first."""
-  setup = measured_setup(case, of_costs(case, COSTS))
-  alone = case._replace(turns=[turn_at(turn, 10.0 * turn.id) for turn in case.turns])
-  row = predicted_row(alone, setup, dict.fromkeys(MEANS, 2.0))
-  assert row["simulated"] is True and row["mean_queueing_s"] == 0.0
-  starts = [COSTS.starting_s(0, len(turn.prompt)) for turn in case.turns]
-  assert row["mean_ttft_s"] == pytest.approx(np.mean(starts))
-  assert row["ttft_ratio"] == row["mean_ttft_s"] / 2.0
-  assert 0.015 < row["mean_tpot_s"] < 0.0152  # with 2 us for each of up to 33 tokens
-  assert row["costs"]["chunk_s"] == pytest.approx(COSTS.chunk_s)
-  served_s = sum(starts) + sum((t.max_new_tokens - 1) * row["mean_tpot_s"] for t in case.turns)
-  assert row["slot_busy_ratio"] == pytest.approx(served_s / (2 * row["seconds"]), rel=0.01)
-
-
-def turn_at(turn: Request, arrival_s: float) -> Request:
-  return Request(turn.id, turn.prompt, turn.max_new_tokens, user=turn.id, arrival_s=arrival_s)
-
-
 def test_the_simulated_run_reads_as_the_real_one(runs):
   """Tiers are those of the placement that ran: with room for all nothing is read."""
-  setups = [measured_setup(case, of_costs(case, COSTS)) for case, _ in runs]
+  setups = [measured_setup(case, of_costs(COSTS)) for case, _ in runs]
   measured = dict.fromkeys(MEANS, 1.0)
   rows = [
     predicted_row(case, setup, measured) for (case, _), setup in zip(runs, setups, strict=True)
@@ -197,24 +139,15 @@ def test_the_simulated_run_reads_as_the_real_one(runs):
   assert all(row["turns"] == len(runs[0][0].turns) for row in rows)
 
 
-def test_activations_are_half_of_what_is_written():
-  """Of an OPT; nothing runs but the simulator."""
-  loaded, config, rows = load(OPT), CacheConfig(2, 256), []
-  for policy in (make_policy("dense"), keeping(make_policy("dense"))):
-    runner = prepare(loaded.model, policy, "resident", config, chunk_tokens=64)
-    case = Case(loaded, runner, three_rounds(), "lru", host_bytes=1 << 30)
-    setup = measured_setup(case, of_costs(case, COSTS))
-    rows.append(predicted_row(case, setup, dict.fromkeys(MEANS, 1.0)))
-  assert rows[1]["disk_written_bytes"] * 2 == rows[0]["disk_written_bytes"]
-  assert [row["tensors"] for row in rows] == ["keys and values", "activations"]
-
-
 def test_overlap_by_hand():
   busy = [Span(0.0, 1.0), Span(2.0, 3.0), Span(5.0, 6.0)]
   assert overlap_ratio([Span(0.5, 2.5)], busy) == 0.5
   assert overlap_ratio([Span(2.25, 2.75), Span(3.0, 4.5)], busy) == 0.25
   assert overlap_ratio([Span(-1.0, 7.0)], busy) == 3 / 8
   assert overlap_ratio([], busy) is None
+  spans = [Span(0.5, 2.5), Span(3.0, 4.0), Span(-1.0, 9.0)]
+  assert overlap_s(spans, busy).tolist() == [1.0, 0.0, 3.0]
+  assert overlap_s(spans, []).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -237,7 +170,16 @@ def test_sleeps_are_noted_while_a_turn_is_ready():
   for _ in range(2):
     clock.wait_until(1.0)
   assert len(clock.sleeps) == 1 and clock.now() == 1.0
+  assert clock.late_s == [0.0]  # the second one did not sleep
   assert clock.slept_s > clock.sleeps[0].seconds > 0
+
+
+def test_sleeps_that_are_too_long_are_noted():
+  clock = WatchedClock(Late(), lambda: False)
+  clock.wait_until(4.0)
+  clock.wait_until(5.0)  # which it is
+  clock.wait_until(7.0)
+  assert clock.late_s == [1.0, 1.0] and not clock.sleeps
 
 
 def test_turns_of_a_workload():
@@ -270,10 +212,15 @@ def test_the_command(tmp_path):
     [json.loads(line) for line in (tmp_path / "out" / name).read_text("utf-8").splitlines()]
     for name in ("results.jsonl", "turns.jsonl")
   )
-  assert [row["simulated"] for row in rows] == [False, True]
-  assert len(turns) == rows[0]["turns"] == rows[1]["turns"]
+  assert [(row["simulated"], row.get("even_pace")) for row in rows] == [
+    (False, None),
+    (True, False),
+    (True, True),
+  ]
+  assert [row["turns"] for row in rows] == [len(turns)] * 3
   plan, times = done.stdout.index("turns of 2 users"), done.stdout.index("mean queueing s")
   assert plan < times < done.stdout.index("simulated over measured means: ttft ")
+  assert done.stdout.count("\ntold no pace: ttft ") == 1
   again = commands.run("eval.run_serving", "--out_dir=out", folder=tmp_path)
   assert again.returncode == 2
   assert "out already holds results.jsonl; choose another --out_dir" in again.stderr

@@ -64,25 +64,46 @@ def test_a_step_by_hand():
   )
 
 
-ENGINE = EngineCosts(64, 1.0, 0.5, 0.25, 2.0, 0.125, 0.0625, 8.0)
+ENGINE = EngineCosts(
+  chunk_tokens=64,
+  segments=(16, 16),
+  start_s=1.0,
+  chunk_s=0.5,
+  restore_s=0.25,
+  attend_s=0.125,
+  step_s=2.0,
+  row_s=0.125,
+  token_s=0.0625,
+  cold_s=4.0,
+  store_s=8.0,
+  lost_beside_read=0.0,
+  wake_s=0.0,
+)
 
 
 @pytest.mark.parametrize(
-  ("kept", "tokens", "chunks", "blocks"),
-  [(0, 1, 1, 0), (0, 64, 1, 0), (0, 65, 2, 0), (63, 64, 1, 1), (64, 65, 1, 1), (130, 200, 2, 3)],
+  ("kept", "tokens", "parts"),
+  [
+    (0, 1, (1, 0, 0)),
+    (0, 64, (1, 0, 0)),
+    (0, 65, (2, 0, 1)),
+    (63, 64, (1, 1, 0)),
+    (64, 65, (1, 1, 1)),
+    (130, 200, (2, 3, 2 + 3)),
+  ],
 )
-def test_what_a_start_of_a_real_engine_does(kept, tokens, chunks, blocks):
-  """What is read begins at the chunk in which what is kept ends."""
-  assert start_parts(64, kept, tokens) == (chunks, blocks)
+def test_what_a_start_of_a_real_engine_does(kept, tokens, parts):
+  """What is read begins at the chunk in which what is kept ends; each attends to all before it."""
+  assert start_parts(64, kept, tokens) == parts
 
 
 @pytest.mark.parametrize(
   ("past", "there", "prompt", "seconds"),
   [
     (0, 0, 10, 1.0 + 0.5),
-    (65, 65, 10, 1.0 + 0.5 + 0.25),
-    (131, 131, 62, 1.0 + 2 * 0.5 + 3 * 0.25),  # of 193 tokens 130 are kept: chunks 2 and 3
-    (131, 0, 10, 1.0 + 3 * 0.5),
+    (65, 65, 10, 1.0 + 0.5 + 0.25 + 0.125),
+    (131, 131, 62, 1.0 + 2 * 0.5 + 3 * 0.25 + 5 * 0.125),  # 130 of 193 are kept: chunks 2 and 3
+    (131, 0, 10, 1.0 + 3 * 0.5 + (0 + 1 + 2) * 0.125),
   ],
 )
 def test_a_start_of_a_measured_engine(past, there, prompt, seconds):
@@ -92,20 +113,26 @@ def test_a_start_of_a_measured_engine(past, there, prompt, seconds):
   assert made.seconds == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("token_s", [0.0625, 0.0])
-def test_steps_of_a_measured_engine(token_s):
-  """One by one and at one go; where no step is longer than the one before, too."""
-  machine, engine = PLAIN._replace(device_bytes=1e18), ENGINE._replace(token_s=token_s)
-  one, many = (SimBackend(CONFIG, machine, 2, engine=engine) for _ in range(2))
+def test_steps_of_a_measured_engine():
+  """They read whole segments, as far as the longest row goes, and are cold after a start or end."""
+  machine = PLAIN._replace(device_bytes=1e18)
+  one, many = (SimBackend(CONFIG, machine, 2, engine=ENGINE) for _ in range(2))
+
+  def both(rows: int, reached: int, cold_s: float) -> None:
+    expected = 2.0 + rows * 0.125 + reached * 0.0625 + cold_s
+    assert one.step(dict.fromkeys(range(rows), NO_TOKEN)).seconds == pytest.approx(expected)
+    steps, _, seconds = many.skip(40, 1e9)  # one only, however much time there is
+    assert (steps, seconds) == (1, pytest.approx(expected))
+
   for backend in (one, many):
-    for slot in range(2):
-      backend.start(slot, _request(prompt=10, new=50))
-  first = one.step({0: NO_TOKEN, 1: NO_TOKEN}).seconds
-  assert first == pytest.approx(2.0 + 2 * 0.125 + 22 * token_s)
-  second = one.step({0: NO_TOKEN, 1: NO_TOKEN}).seconds
-  steps, _, seconds = many.skip(40, first + second / 2)
-  assert (steps, seconds) == (2, pytest.approx(first + second))
-  assert many.skip(40, 0.0).steps == 1
+    for slot, prompt in enumerate((9, 14)):
+      backend.start(slot, _request(prompt=prompt, new=50))
+  both(2, 16, 4.0)
+  both(2, 16, 2.0)  # the longest row is full at the edge of a segment
+  both(2, 32, 1.0)
+  for backend in (one, many):
+    backend.stop(1)
+  both(1, 16, 4.0)  # the longer one has gone
 
 
 def test_room_is_for_history_prompt_and_answer():

@@ -6,13 +6,21 @@ import dataclasses
 
 import pytest
 
-from kvjax.bidaw import DualQueue, Where, lru
-from kvjax.engine.requests import Outcome, Request
+from kvjax.bidaw import DualQueue, TimedDisk, Where, lru
+from kvjax.engine.requests import Finished, Outcome, Request
 from kvjax.sim import costs, machine
 from kvjax.sim.engine_costs import EngineCosts
 from kvjax.sim.generator import INTERACTIVE, generate
 from kvjax.sim.hardware import Machine
-from kvjax.sim.systems import SYSTEMS, Design, Setup, System, kept_bytes, read_share
+from kvjax.sim.systems import (
+  SYSTEMS,
+  Design,
+  EngineClock,
+  Setup,
+  System,
+  kept_bytes,
+  read_share,
+)
 from kvjax.sim.workloads import requests
 from tests.kvjax.test_sim import CONFIG
 
@@ -115,18 +123,38 @@ def test_who_waits_for_the_disk_by_hand():
   assert flashgen[3] == pytest.approx(100, abs=1e-3) and flashgen[4] >= flashgen[3]
 
 
-def test_a_measured_engine_by_hand():
-  """A start takes 1 s, a step 4 s, a turn that ended 8 s; the disk reads a history in 1.5 s.
+ENGINE = EngineCosts(
+  chunk_tokens=64,
+  segments=(4096,),
+  start_s=1.0,
+  chunk_s=0.0,
+  restore_s=0.0,
+  attend_s=0.0,
+  step_s=4.0,
+  row_s=0.0,
+  token_s=0.0,
+  cold_s=0.0,
+  store_s=8.0,
+  lost_beside_read=0.0,
+  wake_s=0.0,
+)
 
-  Histories of users 0 and 1 are on disk only, and both ask during a step for user 3.
-  """
-  engine = EngineCosts(64, 1.0, 0.0, 0.0, 4.0, 0.0, 0.0, 8.0)
+
+def on_an_engine(engine: EngineCosts) -> dict[int, Finished]:
   token_bytes = costs.kv_bytes(OPT, 1, 2)
   disk = A800._replace(disk_bytes_per_s=68 * token_bytes, transfer_s=0.0)
   asked = [turn(user, user, arrival_s) for user, arrival_s in enumerate((0.0, 10.0, 40.0, 60.0))]
   asked += [turn(4, 3, 100.0, 5, new=9), turn(5, 0, 102.0, 5, new=3), turn(6, 1, 102.5, 5)]
   system = System(SYSTEMS["dual_queue"], Setup(OPT, disk, 310 * token_bytes, 4, engine))
-  ended = {one.request.id: one for one in system.serve(asked)}
+  return {one.request.id: one for one in system.serve(asked)}
+
+
+def test_a_measured_engine_by_hand():
+  """A start takes 1 s, a step 4 s, a turn that ended 8 s; the disk reads a history in 1.5 s.
+
+  Histories of users 0 and 1 are on disk only, and both ask during a step for user 3.
+  """
+  ended = on_an_engine(ENGINE)
   # The second turn arrives at 10 s and waits until the first is stored.
   times = [(ended[id].first_token_s, ended[id].ended_s) for id in (0, 1)]
   assert times == [(1, 5), (14, 18)]
@@ -134,6 +162,36 @@ def test_a_measured_engine_by_hand():
   # at 109 s, and the other begins only then; a start and a step later it is there.
   assert ended[4].first_token_s == 101
   assert [ended[id].started_s for id in (5, 6)] == [109, 114]
+
+
+def test_a_measured_engine_is_slower_beside_a_read():
+  """Half as fast, so that a read of 1.5 s costs 0.75 s of what is beside it.
+
+  The step of 4 s does; and so does the start of 1 s, at whose end the other read has ended.
+  """
+  ended = on_an_engine(ENGINE._replace(lost_beside_read=0.5))
+  assert [ended[id].started_s for id in (5, 6)] == [109.75, 109.75 + 1.75]
+
+
+def test_a_measured_engine_wakes_late():
+  """Not where it was busy when a turn arrived."""
+  ended = on_an_engine(ENGINE._replace(wake_s=0.25))
+  assert [ended[id].started_s for id in (0, 1, 2, 4)] == [0, 13, 40.25, 100.25]
+
+
+def test_the_pace_of_a_measured_engine():
+  """Two periods of 0.25 s, the second half as fast; half as fast again beside a read."""
+  disk = TimedDisk(100.0)
+  clock = EngineClock(ENGINE._replace(lost_beside_read=0.5, pace=(1.0, 2.0)), disk)
+  disk.begin(0, 10, 0.0)  # until 0.1 s
+  ends = []
+  for seconds in (0.1, 0.2, 0.1, 1.0):
+    clock.spend(seconds)
+    ends.append(clock.now())
+  assert ends == pytest.approx([0.15, 0.45, 0.575, 1.575])
+  disk.begin(0, 10, 0.3)  # which is over
+  clock.spend(1.0)
+  assert clock.now() == pytest.approx(2.575)
 
 
 def test_flashgen_reads_and_computes_equally_long():
