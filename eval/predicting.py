@@ -33,6 +33,7 @@ from kvjax.sim.engine_costs import PACE_S, EngineCosts, coldness, reached_tokens
 from kvjax.sim.systems import Design, Setup, System
 
 _MOST_LOST = 0.9  # of what is computed beside a read, should few operations say more
+_LEAST_TOLD_S = 1e-9  # of a period: less of it is no operation but the rounding of sums
 _NO_TIME = 1e18  # a rate at which nothing takes time, and a memory without end
 
 
@@ -146,7 +147,7 @@ def _pace(
   for kind, costs in zip(kinds, fitted, strict=True):
     took += _in_periods(kind, kind.alone_s(lost), edges)
     told += _in_periods(kind, _columns(kind.amounts) @ costs, edges)
-  return tuple(np.divide(took, told, out=np.ones_like(took), where=told > 0).tolist())
+  return tuple(np.divide(took, told, out=np.ones_like(took), where=told > _LEAST_TOLD_S).tolist())
 
 
 def _in_periods(kind: _Operations, amounts: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -152,6 +152,19 @@ def test_the_pace_of_a_run_is_found(long_case):
   assert set(pace[20:40]) == {1.0}  # nothing was computed
 
 
+def test_periods_in_which_nothing_was_computed_are_even(long_case):
+  """Whatever is left of sums of many seconds there."""
+  lasting = np.random.default_rng(0).uniform(0.001, 0.003, (200, 20))
+  ends = np.cumsum(lasting, axis=1) + np.arange(20.0, 220.0)[:, None]
+  steps = [Span(end - s, end, 1) for end, s in zip(ends.flat, lasting.flat, strict=True)]
+  like = {"longest": [9] * len(steps), "since": [9] * len(steps), "reads": ()}
+  setup = measured_setup(long_case, of_costs(COSTS)._replace(steps=steps, **like))
+  pace = np.array(setup.engine.pace[4 * 13 :])
+  computing = np.arange(len(pace)) % 4 == 0  # 20 steps at the beginning of each second
+  assert 0.5 < pace[computing].min() < pace[computing].max() < 2
+  assert (pace[~computing] == 1.0).all()
+
+
 def test_the_simulated_run_takes_what_it_was_told(long_case):
   """Turns that are alone wait for nobody: a start, and a step for each token after the first."""
   setup = measured_setup(long_case, of_costs(COSTS))
