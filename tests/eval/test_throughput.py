@@ -17,6 +17,7 @@ import pytest
 
 from eval import floor, run_throughput
 from kvjax import CacheConfig, generate, prepare
+from kvjax.engine import steps
 from models import load
 from models.memory import params_bytes
 from scripts import bench_peers, peer_worker
@@ -97,8 +98,13 @@ def test_a_lane_says_what_generate_says(policy, rows):
   [(policy, store)] = run_throughput.pick_policies([policy], [], [32], 16)
   runner = prepare(loaded.model, policy, store, CacheConfig(rows, 80, 16), chunk_tokens=64)
   prompts = run_throughput.make_prompts(loaded, None, 70, rows)
-  lane = run_throughput.start_lane(runner, run_throughput.weights(loaded, rows), prompts)
+  params = run_throughput.weights(loaded, rows)
+  run_throughput.compile_runner(runner, params)
+  compiled = [step._cache_size() for step in (steps.prefill_chunk, steps.next_token)]
+  lane = run_throughput.start_lane(runner, params, prompts)
+  assert lane.params is params.decoding
   lane = run_throughput.advance(run_throughput.advance(lane, 3), 2)
+  assert compiled == [step._cache_size() for step in (steps.prefill_chunk, steps.next_token)]
   expected = generate(runner, loaded.params, prompts, max_new_tokens=6).tokens[0]
   assert list(lane.made) == expected
   assert len(lane.step_s) == 5

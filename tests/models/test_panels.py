@@ -33,9 +33,10 @@ def test_a_step_in_panels_is_the_step(name):
   np.testing.assert_allclose(paneled, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_panels_keep_the_columns_in_order():
+@pytest.mark.parametrize("rows", [2, 8])
+def test_panels_keep_the_columns_in_order(rows):
   w = jnp.arange(2.0 * 3 * WIDTH).reshape(2, 3 * WIDTH)
-  panels = for_decode({"layers": ({"up": w},)}, ROWS)["layers"][0]["up"]
+  panels = for_decode({"layers": ({"up": w},)}, rows)["layers"][0]["up"]
   np.testing.assert_array_equal(jnp.concatenate(list(panels), axis=1), w)
 
 

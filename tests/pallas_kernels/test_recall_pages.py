@@ -42,7 +42,7 @@ def test_recall_and_offload(page):
   there, here = pools(0, 9, *page), pools(1, 7, *page)
   recall, offload = jax.jit(recall_pages), jax.jit(offload_pages)
   on_host = to_host(there), to_host(here)
-  for count in (0, 1, 4, MOVES, MOVES + 9):
+  for count in (-3, 0, 1, 4, MOVES, MOVES + 9):
     n = jnp.int32(count)
     expected = recall_pages_reference(there, here, SOURCE, TARGET, n)
     same(recall(on_host[0], here, SOURCE, TARGET, n), expected)
