@@ -8,6 +8,9 @@ short rounds, with a read of the memory bandwidth in every round, so that other 
 falls on all of them alike. Speed depends on shapes and hardly on values, so seeded random tokens do
 where no text is given, and models of random weights past the trained context.
 
+On a CPU, steps of two to eight rows decode with weights in panels (`models.panels`), for which the
+layers' weights are in memory twice.
+
 Beside the fields of every result row: `bandwidth_bytes_per_s`, the best of the rounds; `floor_s`,
 the least time that a step can take at that bandwidth (`eval.floor`); `floor_ratio`, the median step
 over that floor.
