@@ -262,6 +262,7 @@ class _Flat:
   """
 
   matrix: jax.Array
+  ndim = 2  # no panels (`models.panels`)
 
   def __rmatmul__(self, x: jax.Array) -> jax.Array:
     return (x.reshape(-1, x.shape[-1]) @ self.matrix).reshape(*x.shape[:-1], -1)
