@@ -194,6 +194,15 @@ def test_the_pace_of_a_measured_engine():
   assert clock.now() == pytest.approx(2.575)
 
 
+def test_a_period_may_end_beside_a_read():
+  """0.125 of 0.2 s are done in the first period, 0.0125 in what is left of the read."""
+  disk = TimedDisk(100.0)
+  clock = EngineClock(ENGINE._replace(lost_beside_read=0.5, pace=(1.0, 2.0)), disk)
+  disk.begin(0, 30, 0.0)  # until 0.3 s
+  clock.spend(0.2)
+  assert clock.now() == pytest.approx(0.25 + 0.05 + 0.125)
+
+
 def test_flashgen_reads_and_computes_equally_long():
   one = setup(1)
   token_bytes = costs.kv_bytes(OPT, 1, A800.item_bytes)
