@@ -133,6 +133,9 @@ def test_steps_of_a_measured_engine():
   for backend in (one, many):
     backend.stop(1)
   both(1, 16, 4.0)  # the longer one has gone
+  for backend in (one, many):
+    backend.start(1, _request(prompt=9, new=50))
+  both(2, 16, 4.0)
 
 
 def test_room_is_for_history_prompt_and_answer():

@@ -177,6 +177,10 @@ def test_a_measured_engine_wakes_late():
   """Not where it was busy when a turn arrived."""
   ended = on_an_engine(ENGINE._replace(wake_s=0.25))
   assert [ended[id].started_s for id in (0, 1, 2, 4)] == [0, 13, 40.25, 100.25]
+  clock = EngineClock(ENGINE._replace(wake_s=0.25), TimedDisk(100.0))
+  for then in (4.0, 4.25, 4.1):  # of which the last two have come by then
+    clock.wait_until(then)
+    assert clock.now() == 4.25
 
 
 def test_the_pace_of_a_measured_engine():
