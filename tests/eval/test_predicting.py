@@ -123,6 +123,12 @@ def test_a_run_without_reads_or_sleeps(long_case):
   assert setup.engine.cold_s == pytest.approx(COSTS.cold_s)
 
 
+def test_not_all_is_lost_beside_a_read(long_case):
+  """Or nothing would ever go on."""
+  setup = measured_setup(long_case, of_costs(COSTS._replace(lost_beside_read=0.95)))
+  assert setup.engine is not None and setup.engine.lost_beside_read == 0.9
+
+
 def test_costs_below_nothing_are_none_and_the_sum_stays(long_case):
   """Steps that take less the more rows they have: no cost of a row, and the mean of a step."""
   served = of_costs(COSTS)

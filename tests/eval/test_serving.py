@@ -103,8 +103,13 @@ def test_what_computes_does_not_overlap(runs):
 def test_what_is_noted_of_steps(runs):
   for case, served in runs:
     assert len(served.longest) == len(served.since) == len(served.steps)
-    # In the end the longest conversation has all tokens but its last one, which no step was given.
-    assert max(served.longest) == 3 * (25 + 7) - 1
+    # Users 1 and 3 have the longer row of two: a question, and a token more with every step.
+    assert list(served.longest) == [
+      earlier * (14 + 6 * user) + 10 + 5 * user + step
+      for earlier in range(3)
+      for user in (1, 3)
+      for step in range(1, 4 + user)
+    ]
     begun = sorted(start.span.begin_s for start in served.starts.values())
     after, last = [], None  # steps since the latest start
     for step in served.steps:

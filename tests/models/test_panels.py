@@ -10,6 +10,7 @@ import pytest
 import models
 from kvjax import CacheConfig, decode_step, make_policy, prepare
 from kvjax.engine import steps
+from models.blocks import linear
 from models.panels import WIDTH, for_decode
 from tests.models.tiny import FAMILIES
 
@@ -31,6 +32,19 @@ def test_a_step_in_panels_is_the_step(name):
   cache = steps.sealed(runner, steps.empty_cache(runner))
   paneled, _ = decode_step(runner, panels, cache, tokens)
   np.testing.assert_allclose(paneled, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(ROWS, 1), (2, 4), ()])
+def test_products_are_those_of_the_matrix(shape):
+  """With a bias, of rows of any shape; a single token in a cache would not show q and k."""
+  keys = jax.random.split(jax.random.key(1), 3)
+  layer = {
+    "up": jax.random.normal(keys[0], (5, 3 * WIDTH)),
+    "up_bias": jax.random.normal(keys[1], (3 * WIDTH,)),
+  }
+  panels = for_decode({"layers": (layer,)}, ROWS)["layers"][0]
+  x = jax.random.normal(keys[2], (*shape, 5))
+  np.testing.assert_allclose(linear(x, panels, "up"), linear(x, layer, "up"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [2, 8])
