@@ -90,8 +90,11 @@ def lookup(table: jax.Array, tokens: jax.Array, axis: str | None = None) -> jax.
 def vocabulary_product(x: jax.Array, head: jax.Array, axis: str | None = None) -> jax.Array:
   """Logits f32[B, V] of x f[B, E] and head f[V, E], summed in f32.
 
-  Where V is split over a mesh axis, every device gets the logits of all.
+  The head may be the panels f32[V/64, E, 64] of its transpose (`models.panels`). Where V is split
+  over a mesh axis, every device gets the logits of all.
   """
+  if head.ndim == 3:
+    return _by_panel(x, head)
   logits = jnp.einsum("be,ve->bv", x, head, preferred_element_type=jnp.float32)
   return logits if axis is None else jax.lax.all_gather(logits, axis, axis=1, tiled=True)
 

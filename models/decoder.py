@@ -11,7 +11,8 @@ rows; the head is stored like the embedding, [V, E], and absent when it is tied:
 
 Measured on 2 CPU cores, jax 0.11.2 and 0.12.0.1 alike: a step of the 49152 x 576 head takes 2.8 ms
 as [V, E] and 2.6 ms as [E, V] at batch 1, 4.8 and 7.4 ms at batch 4, so a tied head needs no
-transposed copy; the layers' smaller matrices are 10 % faster as [in, out] at batch 4.
+transposed copy; the layers' smaller matrices are 10 % faster as [in, out] at batch 4. What decode
+steps of few rows read faster than either is in `models/panels.py`.
 
 Layers are a tuple and the forward pass a Python loop over it, not a scan over stacked weights,
 which would copy every layer's weights at each step on CPU.

@@ -38,11 +38,11 @@ from eval.run_throughput import (
   make_prompts,
   pick_policies,
   start_lane,
+  weights,
 )
 from eval.tables import human_bytes, table
 from kvjax import CacheConfig, Runner, prepare
 from kvjax.engine.generate import check_request
-from kvjax.types import Params
 from models import gguf_reader, load
 from models.fetch import cache_dir
 from scripts.peer_worker import Peer, start_peer
@@ -145,13 +145,13 @@ def main(args: flags.FlagValues) -> None:
     + ", ".join(f"{one.policy.name} {human_bytes(one.decode_bytes.total)}" for one in runners),
     flush=True,
   )
-  weights = f32_weights(loaded.path, cache_dir() / f"f32-{loaded.content_hash[:12]}.gguf")
+  file = f32_weights(loaded.path, cache_dir() / f"f32-{loaded.content_hash[:12]}.gguf")
   with contextlib.ExitStack() as stack:
     peers = {
-      name: stack.enter_context(start_peer(name, args.peer_python, weights, capacity, threads))
+      name: stack.enter_context(start_peer(name, args.peer_python, file, capacity, threads))
       for name in args.peers
     }
-    measured = measure(peers, runners, loaded.params, prompt, args.output_tokens)
+    measured = measure(peers, runners, weights(loaded, 1), prompt, args.output_tokens)
   rows = _rows(
     measured,
     prompt_tokens=len(prompt),
@@ -169,7 +169,7 @@ def main(args: flags.FlagValues) -> None:
 def measure(
   peers: Mapping[str, Peer],
   runners: Sequence[Runner],
-  params: Params,
+  params: Weights,
   prompt: list[int],
   steps: int,
 ) -> list[Measured]:
@@ -178,7 +178,7 @@ def measure(
   Args:
     peers: running peers by name.
     runners: ours, from `kvjax.prepare`, dense first.
-    params: weights of ours.
+    params: weights of ours, for a batch of one.
     prompt: token ids.
     steps: decode steps to time.
   """
@@ -186,7 +186,7 @@ def measure(
     peer.ask(prefill=prompt[:64])
     peer.ask(steps=2)
   for runner in runners:
-    compile_runner(runner, Weights(params, params))
+    compile_runner(runner, params)
   lanes, prefills, replies = [], {}, {name: ([], []) for name in peers}
   with tqdm(total=len(peers) + len(runners), desc="prefill", unit="prompt") as bar:
     for name, peer in peers.items():
@@ -196,7 +196,7 @@ def measure(
       bar.update()
     for runner in runners:
       time.sleep(_PAUSE_S)
-      lanes.append(start_lane(runner, Weights(params, params), [prompt]))
+      lanes.append(start_lane(runner, params, [prompt]))
       bar.update()
   for done in tqdm(range(0, steps, ROUND_STEPS), desc="decode", unit="round"):
     count = min(ROUND_STEPS, steps - done)
