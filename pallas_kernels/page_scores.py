@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import choose
 from pallas_kernels.mosaic import page_scores as mosaic
 
 GROUPS = ("none", "max", "mean", "sum")
-PIECE = 64  # pages that are converted at a time: a piece stays in a core's cache
+PANEL = 64  # pages whose digests lie together
 
 
 def page_scores(
@@ -26,12 +26,13 @@ def page_scores(
 
   Args:
     q: f[B, K, G, D].
-    bounds: f[B, K, 2*D, Pi] each, maxima before minima; segments of pages in order.
+    bounds: f[B, K, Ci, 2*D, Wi] each, maxima before minima; panels of Wi pages in order, see
+      `page_products`.
     num_pages: i32[], pages that any row has; segments beyond are not read on a CPU.
     choices: group, implementation and interpret of `page_products`.
 
   Returns:
-    f32[B, K, G, P], P = sum of Pi, or f32[B, K, P]; pages that a row does not have get -inf or
+    f32[B, K, G, P], P = sum of Ci*Wi, or f32[B, K, P]; pages that a row does not have get -inf or
     whatever their bounds say: mask them.
   """
   return page_products(signed(q), bounds, num_pages, **choices)
@@ -55,23 +56,25 @@ def page_products(
   """Products of queries with the digest of every page, in one pass over the digests.
 
   On a GPU, XLA's product too reads digests once, but writes the products of all queries and reads
-  them again to combine them (8 G bytes a page; a digest of 2*D numbers in bf16 has 4 D, so 6 % more
-  for Llama-3.1-8B and 25 % for a group of 16), and it reads the pages that no row has. Mosaic's
-  kernel combines in registers and reads tiles of 64 pages that some row has.
+  them again to combine them, or to put those of panels in order (8 G bytes a page; a digest of 2*D
+  numbers in bf16 has 4 D, so 6 % more for Llama-3.1-8B and 25 % for a group of 16), and it reads
+  the pages that no row has. Mosaic's kernel combines in registers and reads panels of 64 pages that
+  some row has.
 
   Args:
     queries: f[B, K, G, Z].
-    digests: f[B, K, Z, Pi] each, or i8 with scales; segments of pages in order.
+    digests: f[B, K, Ci, Z, Wi] each, or i8 with scales; segments of Ci panels of Wi pages, in
+      order. Panels of 64 pages are what is read fastest.
     num_pages: i32[], pages that any row has; segments beyond are not read on a CPU.
-    scales: f32[B, K, 1, Pi] each, what products with i8 digests are multiplied with; else none.
+    scales: f32[B, K, Ci, 1, Wi] each, what products with i8 digests are multiplied with; else none.
     group: how the products of the G queries are combined: "max", "mean", "sum" or "none".
     implementation: "xla" or "mosaic"; None for Mosaic where it can run and there is something to
       combine, else XLA.
     interpret: run Mosaic's kernel on a CPU.
 
   Returns:
-    f32[B, K, G, P] with group "none", else f32[B, K, P], P = sum of Pi; pages that a row does not
-    have get -inf or whatever their digests say: mask them.
+    f32[B, K, G, P] with group "none", else f32[B, K, P], P = sum of Ci*Wi; pages that a row does
+    not have get -inf or whatever their digests say: mask them.
 
   Raises:
     ValueError: shapes, a group or an implementation that do not fit.
@@ -98,15 +101,16 @@ def _check(queries, digests, scales, group):
     )
   b, k, _, z = queries.shape
   for segment in digests:
-    if segment.ndim != 4 or segment.shape[:3] != (b, k, z):
+    if segment.ndim != 5 or segment.shape[:2] != (b, k) or segment.shape[3] != z:
       raise ValueError(
         f"page_products: digests {segment.shape} do not fit queries {queries.shape}: "
-        "expected [B, K, Z, P] and [B, K, G, Z]"
+        "expected [B, K, C, Z, W] and [B, K, G, Z]"
       )
-  if scales and [x.shape for x in scales] != [(b, k, 1, x.shape[3]) for x in digests]:
+  of_pages = [(*x.shape[:3], 1, x.shape[4]) for x in digests]
+  if scales and [x.shape for x in scales] != of_pages:
     raise ValueError(
       f"page_products: scales {[x.shape for x in scales]} do not fit digests "
-      f"{[x.shape for x in digests]}: expected [B, K, 1, P] for [B, K, Z, P]"
+      f"{[x.shape for x in digests]}: expected [B, K, C, 1, W] for [B, K, C, Z, W]"
     )
 
 
@@ -119,7 +123,7 @@ def _by_mosaic(queries, digests, num_pages, group, interpret):
   for segment in digests:
     reached = num_pages - offset
     scores.append(mosaic.page_products(queries, segment, reached, group, interpret=interpret))
-    offset += segment.shape[3]
+    offset += segment.shape[2] * segment.shape[4]
   return jnp.concatenate(scores, axis=-1)
 
 
@@ -131,10 +135,10 @@ def _combined(products, group: str):
 
 
 def _reached(queries, digests, scales, num_pages):
-  product = _product_by_pieces if scales else _product
+  product = _product_by_panels if scales else partial(_product, on_cpu=True)
   products, offset = [], 0
   for segment in _segments(digests, scales):
-    pages = segment[0].shape[-1]
+    pages = segment[0].shape[2] * segment[0].shape[4]
     if offset == 0:
       products.append(product(queries, *segment))
     else:
@@ -156,25 +160,30 @@ def _segments(digests, scales):
   return zip(digests, scales, strict=True) if scales else zip(digests, strict=True)
 
 
-def _product(queries, digests, scales=1.0):
+def _product(queries, digests, scales=1.0, *, on_cpu=False):
+  """f32[B, K, G, C*W]."""
+  pages = digests.shape[2] * digests.shape[4]
   digests = digests.astype(queries.dtype)
-  products = jnp.einsum("bkgz,bkzp->bkgp", queries, digests, preferred_element_type=jnp.float32)
-  return products * scales
+  repeated = jnp.broadcast_to(queries[:, :, None], (*digests.shape[:3], *queries.shape[2:]))
+  products = jnp.einsum("bkcgz,bkczw->bkcgw", repeated, digests, preferred_element_type=jnp.float32)
+  if on_cpu:  # which would make the product in the order of the result, much slower
+    products = jax.lax.optimization_barrier(products)
+  products = products * scales
+  return products.swapaxes(2, 3).reshape(*queries.shape[:3], pages)
 
 
-def _product_by_pieces(queries, digests, scales):
-  """`_product`, converting a few pages at a time: all at once, a CPU would write a copy of them."""
-  pages = digests.shape[-1]
-  width = min(PIECE, pages)
+def _product_by_panels(queries, digests, scales):
+  """`_product`, converting a panel at a time, which stays in a core's cache: of all at once a CPU
+  would write a copy."""
+  count, width = digests.shape[2], digests.shape[4]
 
-  def with_piece(piece, products):
-    start = jnp.minimum(piece * width, pages - width)
-    one, scale = (jax.lax.dynamic_slice_in_dim(x, start, width, axis=3) for x in (digests, scales))
-    product = _product(queries, one, scale)
-    return jax.lax.dynamic_update_slice_in_dim(products, product, start, axis=3)
+  def with_panel(panel, products):
+    one, scale = (jax.lax.dynamic_slice_in_dim(x, panel, 1, axis=2) for x in (digests, scales))
+    product = _product(queries, one, scale, on_cpu=True)
+    return jax.lax.dynamic_update_slice_in_dim(products, product, panel * width, axis=3)
 
-  products = jnp.zeros((*queries.shape[:3], pages), jnp.float32)
-  return jax.lax.fori_loop(0, -(-pages // width), with_piece, products)
+  products = jnp.zeros((*queries.shape[:3], count * width), jnp.float32)
+  return jax.lax.fori_loop(0, count, with_panel, products)
 
 
 def page_scores_reference(q, bounds):

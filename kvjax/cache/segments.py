@@ -50,20 +50,6 @@ def write_at(segments: Segments, index: jax.Array, update: jax.Array, axis: int)
   return tuple(written)
 
 
-def read_at(segments: Segments, index: jax.Array) -> jax.Array:
-  """f[B, K, X] at index i32[B] of the last axis of segments f[B, K, X, Ti]."""
-  found, offset = None, 0
-  for segment in segments:
-    size = segment.shape[-1]
-    place = jnp.clip(index - offset, 0, size - 1)
-    here = jnp.take_along_axis(segment, place[:, None, None, None], axis=-1)[..., 0]
-    inside = (index >= offset)[:, None, None]
-    found = here if found is None else jnp.where(inside, here, found)
-    offset += size
-  assert found is not None
-  return found
-
-
 def write_chunk(
   segments: Segments, chunk: jax.Array, start: jax.Array, valid: jax.Array, axis: int
 ) -> Segments:

@@ -1,9 +1,10 @@
 """What is kept of the pages of a layer, and how it grows.
 
-The digests of a layer are segments [B, K, Z, Pi] of the cache's dtype, which grow key by key, or of
-int8, a scale for each page beside them. Where the form of a digest needs the keys of a whole page
-(`Digest.extend` is None), and where rounded numbers would be extended, the keys of each row's
-newest page are kept too, and its digest is made of them anew with every key.
+The digests of a layer are panels of pages [B, K, C, Z, W] (`kvjax.cache.page_panels`) of the
+cache's dtype, which grow key by key, or of int8, a scale for each page beside them. Where the form
+of a digest needs the keys of a whole page (`Digest.extend` is None), and where rounded numbers
+would be extended, the keys of each row's newest page are kept too, and its digest is made of them
+anew with every key.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.segments import Segments, read_at, segment_sizes, write_at, write_chunk
+from kvjax.cache.page_panels import no_panels, read_page, write_page, write_pages
+from kvjax.cache.segments import Segments
 from kvjax.config import CacheConfig, ModelConfig
 from kvjax.policies._digests import DIGESTS, Digest
 from kvjax.types import Inputs
 
-FIRST_SEGMENT_PAGES = 512
 LARGEST = 127  # of int8 with its sign changed
 
 
@@ -27,9 +28,9 @@ class WithNewest(NamedTuple):
   """Digests of a layer that are not extended.
 
   Attributes:
-    digests: f or i8 [B, K, Z, Pi].
+    digests: f or i8 [B, K, C, Z, W].
     newest: f[B, K, C, D], the keys of each row's newest page.
-    scales: f32[B, K, 1, Pi], what int8 digests are multiplied with; empty for others.
+    scales: f32[B, K, C, 1, W], what int8 digests are multiplied with; empty for others.
   """
 
   digests: Segments
@@ -72,17 +73,16 @@ def no_digests(
   """
   pages = cache.pages_per_row * (cache.page_size // page_size)
   b, k, d = cache.batch_size, model.num_kv_heads, model.head_dim
-  sizes = segment_sizes(pages, FIRST_SEGMENT_PAGES) if digest.vectors else ()
-
-  def segments(numbers: int, dtype: str) -> Segments:
-    return tuple(jnp.zeros((b, k, numbers, size), dtype) for size in sizes)
+  lists = b, k
 
   def layer() -> Kept:
-    digests = segments(digest.size(d), dtype or cache.dtype)
-    if not digest.vectors or (digest.extend and not dtype):
+    if not digest.vectors:
+      return ()
+    digests = no_panels(lists, digest.size(d), pages, dtype or cache.dtype)
+    if digest.extend and not dtype:
       return digests
     newest = jnp.zeros((b, k, page_size, d), cache.dtype)
-    return WithNewest(digests, newest, segments(1, "float32") if dtype else ())
+    return WithNewest(digests, newest, no_panels(lists, 1, pages, "float32") if dtype else ())
 
   return tuple(layer() for _ in range(layers))
 
@@ -97,7 +97,7 @@ def with_keys(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> Kep
   page, slot = position // page_size, position % page_size
 
   def write(segments: Segments, made: jax.Array) -> Segments:
-    return write_at(segments, page, made, axis=3)
+    return write_page(segments, page, made)
 
   if isinstance(kept, WithNewest):
     slot = jnp.where(inputs.valid[:, 0], slot, page_size)  # nowhere
@@ -107,7 +107,7 @@ def with_keys(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> Kep
     return _written(kept, made, newest, write)
   assert digest.extend is not None
   count = jnp.broadcast_to(slot[:, None], key.shape[:2])
-  return write(kept, digest.extend(read_at(kept, page), key.astype(kept[0].dtype), count))
+  return write(kept, digest.extend(read_page(kept, page), key.astype(kept[0].dtype), count))
 
 
 def _with_key(newest: jax.Array, key: jax.Array, slot: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def _with_chunk(digest: Digest, kept: Kept, inputs: Inputs, page_size: int) -> K
   start, holds = inputs.positions[0, 0] // page_size, valid[:, 0].any(axis=-1)
 
   def write(segments: Segments, made: jax.Array) -> Segments:
-    return write_chunk(segments, made.swapaxes(2, 3), start, holds, axis=3)
+    return write_pages(segments, made, start, holds)
 
   if not isinstance(kept, WithNewest):
     return write(kept, made)

@@ -19,16 +19,16 @@ QUERIES = 8  # the group is padded to a multiple, the columns of a tile
 
 
 def why_not(queries: jax.Array, digests: jax.Array) -> str | None:
-  """Why queries f[B, K, G, Z] cannot be multiplied with digests f[B, K, Z, P]; None if they can."""
-  z, p = digests.shape[2:]
+  """Why queries f[B, K, G, Z] and digests f[B, K, C, Z, W] cannot be multiplied, or None."""
+  z, pages = digests.shape[3:]
   if 0 in digests.shape:
     return f"digests {digests.shape} are empty, and no program would be launched"
   if digests.dtype not in (jnp.bfloat16, jnp.float16):
     return f"digests are {digests.dtype}, expected bfloat16 or float16"
   if z % 16:
     return f"{z} numbers of a digest are no multiple of 16"
-  if p % TILE:
-    return f"a segment of {p} pages is no multiple of {TILE}"
+  if pages != TILE:
+    return f"panels of {pages} pages, expected {TILE}"
   if queries.shape[2] > TILE:
     return f"{queries.shape[2]} queries of a KV head are more than {TILE}"
   return None
@@ -46,25 +46,25 @@ def page_products(
 
   Args:
     queries: f[B, K, G, Z] in the dtype of the digests.
-    digests: f[B, K, Z, P].
+    digests: f[B, K, C, Z, 64].
     num_pages: i32[]; tiles of 64 pages from there on are not read, and get -inf.
     group: "none", "max", "mean" or "sum".
     interpret: run on a CPU.
 
   Returns:
-    f32[B, K, G, P] with "none", else f32[B, K, P].
+    f32[B, K, G, C*64] with "none", else f32[B, K, C*64].
   """
   b, k, g, _ = queries.shape
-  p = digests.shape[3]
+  tiles = digests.shape[2]
   width = -(-g // QUERIES) * QUERIES
   # The largest of a group is not changed by a query that is there twice, and a sum not by none.
   how = "edge" if group == "max" else "constant"
   queries = jnp.pad(queries, ((0, 0), (0, 0), (0, width - g), (0, 0)), mode=how)
-  shape = (p, width) if group == "none" else (p,)
+  shape = (tiles * TILE, width) if group == "none" else (tiles * TILE,)
   scores = plgpu.kernel(
     _body(group, g),
     out_type=jax.ShapeDtypeStruct((b, k, *shape), jnp.float32),
-    grid=(p // TILE, k, b),
+    grid=(tiles, k, b),
     grid_names=("tile", "head", "row"),
     scratch_types=_scratch(width, digests, shape[1:]),
     interpret=plgpu.InterpretGPUParams() if interpret else None,
@@ -73,7 +73,7 @@ def page_products(
 
 
 def _scratch(width: int, digests, scores_shape):
-  z, dtype = digests.shape[2], digests.dtype
+  z, dtype = digests.shape[3], digests.dtype
   columns = next(n for n in (64, 32, 16) if z % n == 0)  # of a swizzled tile
   swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)
   tiled = (plgpu.TilingTransform((8, columns)), swizzle)
@@ -87,14 +87,14 @@ def _scratch(width: int, digests, scores_shape):
 
 def _body(group: str, g: int):
   def page_scores(queries, digests, num_pages, scores, q, tile, out, arrived):
-    row, head = lax.axis_index("row"), lax.axis_index("head")
-    start = lax.axis_index("tile") * TILE
+    row, head, panel = (lax.axis_index(name) for name in ("row", "head", "tile"))
+    start = panel * TILE
     pages = pl.ds(start, TILE)
 
     @pl.when(start < num_pages[0])
     def _():
       plgpu.copy_gmem_to_smem(queries.at[row, head], q, arrived)
-      plgpu.copy_gmem_to_smem(digests.at[row, head, :, pages], tile, arrived)
+      plgpu.copy_gmem_to_smem(digests.at[row, head, panel], tile, arrived)
       plgpu.barrier_wait(arrived)
       out[...] = _combined(_product(q, tile), group, g)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arg_specs import Shape, named, small
-from pallas_kernels.page_scores import page_scores
+from pallas_kernels.page_scores import PANEL, page_scores
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.selected_decode_attention import selected_decode_attention
 from scripts.gpu_checks import inputs
@@ -90,7 +90,7 @@ def _ranking(shape, implementation, setting):
   """Bounds are as large as keys and values of a token a page."""
   shape = inputs.with_whole_segments(shape)
   b, k, pages = shape.batch, shape.kv_heads, shape.pages_per_row
-  bounds = jnp.ones((b, k, 2 * shape.head_dim, pages), shape.dtype)
+  bounds = jnp.ones((b, k, pages // PANEL, 2 * shape.head_dim, PANEL), shape.dtype)
 
   def rank(q, bounds):
     options = interpreted(setting, implementation)

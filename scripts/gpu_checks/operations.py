@@ -16,7 +16,7 @@ from pallas_kernels import recall_pages as recall
 from pallas_kernels import scatter_pages as scatter
 from pallas_kernels import selected_decode_attention as selected
 from pallas_kernels.arg_specs import Shape
-from pallas_kernels.page_scores import page_scores, page_scores_reference
+from pallas_kernels.page_scores import PANEL, page_scores, page_scores_reference
 from scripts.gpu_checks import inputs
 
 
@@ -82,8 +82,9 @@ def _scores(shape):
 
 
 def _scored(q, bounds, **options):
-  pages = jnp.int32(bounds.shape[2])
-  return page_scores(q, [bounds.swapaxes(2, 3)], pages, **options)
+  b, k, pages, z = bounds.shape
+  panels = bounds.reshape(b, k, -1, PANEL, z).swapaxes(3, 4)
+  return page_scores(q, [panels], jnp.int32(pages), **options)
 
 
 def _bounded(shape):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.page_panels import num_pages
 from kvjax.opkv.op_block import OpBlockState, in_pool, ordered_pages
 from kvjax.opkv.token_slots import SlotState
 from kvjax.policies._attention import ring_positions
@@ -30,15 +31,15 @@ def poison(runner, cache, value):
   """The cache with value in every slot and every bound that holds no token."""
   lengths = cache.lengths
 
-  def beyond(x, axis, first, unit=1):  # every place from ceil(length / unit) on
+  def beyond(x, axis, first):  # every place from the length on
     places = first + jnp.arange(x.shape[axis])
-    unused = places[None] >= -(-lengths[:, None] // unit)
+    unused = places[None] >= lengths[:, None]
     unused = unused.reshape(*unused.shape[:1], *(-1 if i == axis else 1 for i in range(1, x.ndim)))
     return jnp.where(unused, value, x)
 
-  def segments(arrays, axis, unit=1):
+  def segments(arrays, axis):
     starts = np.cumsum([0, *(x.shape[axis] for x in arrays)])
-    return tuple(beyond(x, axis, int(at), unit) for x, at in zip(arrays, starts, strict=False))
+    return tuple(beyond(x, axis, int(at)) for x, at in zip(arrays, starts, strict=False))
 
   contiguous = tuple(
     layer and layer._replace(keys=segments(layer.keys, 3), values=segments(layer.values, 2))
@@ -59,8 +60,14 @@ def poison(runner, cache, value):
       started = jnp.arange(PAGE)[None] < lengths[:, None] % PAGE
       newest = jnp.where(started[:, None, :, None], layer.newest, value)
       return WithNewest(kept(layer.digests), newest)
-    slots = cache.table.shape[-1] * PAGE
-    return segments(layer, 3, slots // sum(digests.shape[-1] for digests in layer))
+    unit = cache.table.shape[-1] * PAGE // sum(map(num_pages, layer))
+    poisoned, first = [], 0
+    for panels in layer:
+      places = first + jnp.arange(num_pages(panels)).reshape(panels.shape[2], 1, -1)
+      unused = places[None, None] >= -(-lengths // unit)[:, None, None, None, None]
+      poisoned.append(jnp.where(unused, value, panels))
+      first += num_pages(panels)
+    return tuple(poisoned)
 
   state = cache.policy_state
   if runner.policy.name in ("quest", "arkvale"):

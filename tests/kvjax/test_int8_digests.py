@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, Sampling, make_policy, prepare
+from kvjax.cache.page_panels import in_order
 from kvjax.engine import steps
 from kvjax.policies._digests import DIGESTS, SPREAD
 from kvjax.policies._kept import quantised
@@ -34,6 +35,7 @@ from tests.kvjax.pages_by_hand import (
   prefilled,
   scores_of_page,
 )
+from tests.panels import in_panels
 
 FORMS = tuple(name for name in DIGESTS if name != "exact")
 SHAPE = matrix.SHAPES[0]
@@ -55,7 +57,9 @@ def test_scores_are_as_near_as_the_scale_says(form):
   made = digest.of_pages(jnp.asarray(keys), jnp.ones(keys.shape[:-1], bool))
   numbers, scales = (x.swapaxes(2, 3) for x in quantised(made))
   queries = digest.queries(jnp.asarray(q))
-  found = digest.scores(page_products(queries, (numbers,), jnp.int32(100), (scales,)))
+  found = digest.scores(
+    page_products(queries, (in_panels(numbers),), jnp.int32(100), (in_panels(scales),))
+  )
   off = np.abs(queries).sum(axis=-1, keepdims=True) * np.asarray(scales) / 2  # [1, K, R, P]
   if form == "mean_std":  # the root of what is off by e is off by the root of e at most
     mean, variance = np.split(off, 2, axis=2)
@@ -102,7 +106,7 @@ def test_digests_that_grew_are_digests_made_at_once(form, page_size):
   options = {"budget_tokens": 32, "page_size": page_size, "score": form, "dense_layers": 0}
   policy = make_policy("quest", **options, digest_dtype="int8")
   _, (kept, *_) = decode(policy, prefilled(policy, page_size), 20)
-  numbers, scales = (np.concatenate(x, axis=-1) for x in (kept.digests, kept.scales))
+  numbers, scales = (np.asarray(in_order(x)) for x in (kept.digests, kept.scales))
   assert numbers.dtype == np.int8 and scales.dtype == np.float32
   off = []
   for row, prompt in enumerate(PROMPTS):
@@ -110,8 +114,8 @@ def test_digests_that_grew_are_digests_made_at_once(form, page_size):
       keys = KEYS[row, at : min(at + page_size, prompt + 20)].swapaxes(0, 1)
       made = DIGESTS[form].of_pages(jnp.asarray(keys), jnp.ones(keys.shape[:-1], bool))
       expected, scale = quantised(made)
-      np.testing.assert_allclose(scales[row, :, :, page], scale, rtol=1e-5)
-      off.append(numbers[row, :, :, page].astype(int) - np.asarray(expected))
+      np.testing.assert_allclose(scales[row, :, page], scale, rtol=1e-5)
+      off.append(numbers[row, :, page].astype(int) - np.asarray(expected))
   # Sums in another order may round to the neighbour what lies half way.
   assert np.abs(off).max() <= (form != "minmax") and np.mean(np.array(off) != 0) < 0.005
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, make_policy, prepare
+from kvjax.cache.page_panels import in_order
 from kvjax.engine import steps
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import where_due
@@ -36,6 +37,7 @@ from tests.kvjax.pages_by_hand import (
   scores_of_page,
   scores_of_row,
 )
+from tests.panels import in_panels
 
 OPTIONS = {"lserve": {"logical": 8}, "flexicache_adaptive": {"longest": 32}}  # at 64 tokens
 FORMS = tuple(name for name in DIGESTS if name != "exact")
@@ -54,7 +56,9 @@ def test_digests_score_as_the_formulas(form, poison):
   keys = np.where(valid[..., None], keys, np.float32(poison))
   digests = digest.of_pages(jnp.asarray(keys), jnp.asarray(valid))
   assert digests.shape == (1, K, 8, digest.size(D))
-  products = page_products(digest.queries(jnp.asarray(q)), (digests.swapaxes(2, 3),), jnp.int32(8))
+  products = page_products(
+    digest.queries(jnp.asarray(q)), (in_panels(digests.swapaxes(2, 3)),), jnp.int32(8)
+  )
   found = np.asarray(digest.scores(products))
   for k, g, page in np.ndindex(found.shape[1:]):
     expected = scores_of_page(form, q[0, k, g], keys[0, k, page, : counts[page]])
@@ -101,7 +105,9 @@ def test_digests_of_a_bf16_cache(score):
   assert digests.dtype == jnp.bfloat16
   whole = keys[:, 24:28].swapaxes(1, 2)
   expected = DIGESTS[score].of_pages(whole, jnp.ones(whole.shape[:-1], bool))
-  np.testing.assert_allclose(*(jnp.float32(x) for x in (digests[..., 3], expected)), atol=0.05)
+  np.testing.assert_allclose(
+    *(jnp.float32(x) for x in (in_order((digests,))[:, :, 3], expected)), atol=0.05
+  )
 
 
 @pytest.mark.parametrize("page_size", [8, 16])
@@ -110,12 +116,12 @@ def test_digests_kept_up_equal_digests_computed_anew(score, page_size):
   """After ragged chunks with padding, and after tokens that fill and begin pages."""
   policy = make_policy("quest", budget_tokens=32, page_size=page_size, score=score, dense_layers=0)
   _, state = decode(policy, prefilled(policy, page_size), 20)
-  digests = np.concatenate(getattr(state[0], "digests", state[0]), axis=-1)
+  digests = in_order(getattr(state[0], "digests", state[0]))
   for row, prompt in enumerate(PROMPTS):
     for page, at in enumerate(range(0, prompt + 20, page_size)):
       keys = KEYS[row, at : min(at + page_size, prompt + 20)].swapaxes(0, 1)
       expected = DIGESTS[score].of_pages(jnp.asarray(keys), jnp.ones(keys.shape[:-1], bool))
-      np.testing.assert_allclose(digests[row, :, :, page], expected, rtol=1e-4, atol=1e-5)
+      np.testing.assert_allclose(digests[row, :, page], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

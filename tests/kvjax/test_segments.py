@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache.segments import read_at, segment_sizes, write_at, write_chunk
+from kvjax.cache.segments import segment_sizes, write_at, write_chunk
 
 B, K, X = 2, 2, 3
 SIZES = (4, 4, 8, 3)
@@ -42,7 +42,6 @@ def _same(segments, whole, axis):
 indices = st.lists(st.integers(0, TOTAL + 9), min_size=B, max_size=B)
 _write_at = jax.jit(write_at, static_argnames="axis")
 _write_chunk = jax.jit(write_chunk, static_argnames="axis")
-_read_at = jax.jit(read_at)
 
 
 @pytest.mark.parametrize("axis", [2, 3])
@@ -56,15 +55,6 @@ def test_write_at(axis, index):
     if at < TOTAL:
       np.moveaxis(whole, axis, 1)[row, at] = update[row]
   _same(found, whole, axis)
-
-
-@settings(deadline=None, max_examples=40)
-@given(index=st.lists(st.integers(0, TOTAL - 1), min_size=B, max_size=B))
-def test_read_at(index):
-  whole, segments = _arrays(3)
-  found = _read_at(segments, jnp.asarray(index))
-  for row, at in enumerate(index):
-    np.testing.assert_array_equal(found[row], whole[row, :, :, at])
 
 
 @pytest.mark.parametrize("axis", [2, 3])

@@ -9,9 +9,16 @@ import pytest
 
 from pallas_kernels.arg_specs import SHAPES
 from pallas_kernels.page_bounds import append_bounds, bounds_of_pages, page_bounds_reference
-from pallas_kernels.page_scores import GROUPS, page_products, page_scores, page_scores_reference
+from pallas_kernels.page_scores import (
+  GROUPS,
+  PANEL,
+  page_products,
+  page_scores,
+  page_scores_reference,
+)
 from tests import aot, aot_mosaic
 from tests.pallas_kernels.attention_cases import differing
+from tests.panels import in_panels
 
 FORMS = {"xla": {}, "mosaic": {"implementation": "mosaic", "interpret": True}}
 NAMES = [shape.name for shape in SHAPES]
@@ -107,7 +114,7 @@ def test_scores(shape, group):
   q = normal(0, (B, K, shape.groups, shape.head_dim), half(shape))
   whole = some_bounds((B, K, shape.head_dim, P), half(shape))
   expected = COMBINED[group](np.asarray(scores_by_hand(q, whole)))
-  segments = tuple(map(jnp.asarray, np.split(np.asarray(whole), 2, axis=-1)))
+  segments = tuple(in_panels(jnp.asarray(x)) for x in np.split(np.asarray(whole), 2, axis=-1))
   tolerance = RELATIVE * np.abs(expected).max()
   score = jax.jit(lambda *args: page_scores(*args, group=group, **FORMS["mosaic"]))
   for num_pages, read in ((65, P), (60, 64)):
@@ -121,7 +128,7 @@ def test_scores(shape, group):
 def test_groups_of_xla(group):
   q, whole = normal(0, (B, K, 3, 16), "float32"), some_bounds((B, K, 16, 12), "float32")
   expected = COMBINED[group](scores_by_hand(q, whole))
-  found = page_scores(q, (whole,), jnp.int32(12), group=group)
+  found = page_scores(q, (in_panels(whole),), jnp.int32(12), group=group)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -130,7 +137,7 @@ def test_digests_of_other_sizes(z):
   """Of odd multiples of 16 numbers."""
   queries, digests = normal(0, (1, 1, 9, z), "bfloat16"), normal(1, (1, 1, z, 64), "bfloat16")
   expected = jnp.einsum("bkgz,bkzp->bkgp", *(x.astype(jnp.float32) for x in (queries, digests)))
-  found = page_products(queries, (digests,), jnp.int32(64), **FORMS["mosaic"])
+  found = page_products(queries, (in_panels(digests),), jnp.int32(64), **FORMS["mosaic"])
   np.testing.assert_allclose(found, expected, rtol=0, atol=RELATIVE * np.abs(expected).max())
 
 
@@ -140,6 +147,7 @@ def test_what_is_refused():
     jnp.ones((2, 2, 32, 64), "bfloat16"),
     jnp.int32(1),
   )
+  panels = in_panels(bounds)
   pool, ids = jnp.ones((5, 8, 64)), jnp.zeros(3, jnp.int32)
   key, place, first = jnp.ones((2, 2, 16)), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool)
 
@@ -148,20 +156,20 @@ def test_what_is_refused():
       f(*args, **kw)
 
   mosaic = FORMS["mosaic"]
-  refused("unknown group 'best', expected one of none", page_scores, q, (bounds,), n, group="best")
-  refused(r"digests \(2, 2, 30, 64\)", page_scores, q, (bounds[:, :, :30],), n)
+  refused("unknown group 'best', expected one of none", page_scores, q, (panels,), n, group="best")
+  refused(r"digests \(2, 2, 1, 30, 64\)", page_scores, q, (panels[..., :30, :],), n)
   refused(
-    r"scales \[\(2, 2, 64\)\]",
+    r"scales \[\(2, 2, 1, 64\)\]",
     page_products,
     q,
-    (jnp.ones((2, 2, 16, 64), "int8"),),
+    (jnp.ones((2, 2, 1, 16, 64), "int8"),),
     n,
-    (key[..., :1, None].repeat(64, -1)[:, :, 0],),
+    (jnp.ones((2, 2, 1, 64)),),
   )
-  refused("digests are float32", page_scores, q, (bounds.astype("float32"),), n, **mosaic)
-  refused("30 pages is no multiple of 64", page_scores, q, (bounds[..., :30],), n, **mosaic)
-  refused("no NVIDIA GPU", page_scores, q, (bounds,), n, implementation="mosaic")
-  refused("there are only xla, mosaic", page_scores, q, (bounds,), n, implementation="triton")
+  refused("digests are float32", page_scores, q, (panels.astype("float32"),), n, **mosaic)
+  refused("panels of 30 pages, expected 64", page_scores, q, (panels[..., :30],), n, **mosaic)
+  refused("no NVIDIA GPU", page_scores, q, (panels,), n, implementation="mosaic")
+  refused("there are only xla, mosaic", page_scores, q, (panels,), n, implementation="triton")
   refused(r"ids \(3,\) and used \(2,\)", bounds_of_pages, pool, ids, ids[:2])
   refused("5 is out of range, expected 0 to 4", bounds_of_pages, pool, ids + 5, ids)
   refused("4 slots, expected a multiple of 8", bounds_of_pages, pool[:, :4], ids, ids, **mosaic)
@@ -172,8 +180,9 @@ def test_what_is_refused():
 @pytest.mark.parametrize("group", ["none", "max"])
 def test_int8_digests_stay_with_xla(group):
   """None chooses what can do it."""
-  queries, digests = normal(0, (1, 1, 2, 16), "float32"), jnp.ones((1, 1, 16, 64), "int8")
-  found = page_products(queries, (digests,), jnp.int32(64), (jnp.ones((1, 1, 1, 64)),), group=group)
+  queries, digests = normal(0, (1, 1, 2, 16), "float32"), jnp.ones((1, 1, 1, 16, 64), "int8")
+  scales = (jnp.ones((1, 1, 1, 1, 64)),)
+  found = page_products(queries, (digests,), jnp.int32(64), scales, group=group)
   assert found.shape == ((1, 1, 2, 64) if group == "none" else (1, 1, 64))
 
 
@@ -201,8 +210,8 @@ def h100_report(f, *args, registers: int, donate=()):
 def test_scores_on_an_h100(shape, group):
   """Of all pages of a context; None chooses the kernel where there is something to combine."""
   queries = struct((shape.batch, shape.kv_heads, shape.groups, shape.head_dim), half(shape))
-  pages = -(-shape.pages_per_row // 64) * 64
-  digests = struct((*queries.shape[:2], 2 * shape.head_dim, pages), half(shape))
+  panels = -(-shape.pages_per_row // PANEL)
+  digests = struct((*queries.shape[:2], panels, 2 * shape.head_dim, PANEL), half(shape))
   implementation = "mosaic" if group == "none" else None
 
   def f(q, digests, n):
@@ -259,9 +268,10 @@ def test_what_xla_does_on_an_h100():
   def score(q, bounds, n, group):
     return page_scores(q, (bounds,), n, group=group, implementation="xla")
 
-  args = (struct((4, 8, 4, 128), "bfloat16"), bounds, struct((), "int32"))
+  panels = struct((4, 8, 1024 // PANEL, 256, PANEL), "bfloat16")
+  args = (struct((4, 8, 4, 128), "bfloat16"), panels, struct((), "int32"))
   products = 4 * 8 * 4 * 1024 * 4
-  for group, temporary in (("none", 0), ("max", products)):
+  for group in ("none", "max"):  # products of panels are put in order, or combined
     compiled = aot.compile_for_h100(score, *args, group, static_argnums=(3,))
     memory = compiled.memory_analysis()
-    assert temporary <= memory.temp_size_in_bytes <= temporary + (1 << 17)
+    assert products <= memory.temp_size_in_bytes <= products + (1 << 17)

@@ -104,10 +104,10 @@ def test_operations_on_nothing_launch_no_kernel():
   """A launch of no programs is an error on a GPU, and None goes to XLA."""
   ids, options = jnp.zeros((2, 0), jnp.int32), FORMS["mosaic"]
   assert page_bounds.bounds_of_pages(_pool(), ids, ids, **options).shape == (2, 0, 2 * D)
-  q, digests = jnp.ones((0, 1, 2, D), "bfloat16"), jnp.ones((0, 1, 2 * D, 64), "bfloat16")
+  q, digests = jnp.ones((0, 1, 2, D), "bfloat16"), jnp.ones((0, 1, 1, 2 * D, 64), "bfloat16")
   scores = page_scores.page_scores(q, [digests], jnp.int32(1), group="max", interpret=True)
   assert scores.shape == (0, 1, 64)
-  with pytest.raises(ValueError, match=r"digests \(0, 1, 128, 64\) are empty"):
+  with pytest.raises(ValueError, match=r"digests \(0, 1, 1, 128, 64\) are empty"):
     page_scores.page_scores(q, [digests], jnp.int32(1), **options)
   x, weights = jnp.ones((0, 64), "bfloat16"), (jnp.ones((64, D), "bfloat16"),) * 3
   pools, places = (_pool(0, "bfloat16"),) * 2, jnp.zeros((0, 1), jnp.int32)

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import page_bounds as bounds
 from pallas_kernels.control import run_if, unless_finite
 from pallas_kernels.page_scores import page_products, page_scores, page_scores_reference
+from tests.panels import in_panels
 
 RELATIVE = {"float32": 1e-5, "bfloat16": 2e-2}
 COUNTS = (1, 2, 7, 8)
@@ -51,7 +52,7 @@ def test_scores(d, group, dtype):
   lower, upper = np.sort(np.random.default_rng(1).standard_normal((2, 2, 2, d, 14)), axis=0)
   whole = np.asarray(jnp.asarray(np.concatenate([upper, lower], axis=2), dtype))
   expected = np.asarray(jax.jit(page_scores_reference)(q, whole.swapaxes(2, 3)))
-  segments = tuple(map(jnp.asarray, np.split(whole, [4, 8], axis=-1)))
+  segments = tuple(in_panels(jnp.asarray(x)) for x in np.split(whole, [4, 8], axis=-1))
   tolerance = {"rtol": RELATIVE[dtype], "atol": RELATIVE[dtype] * np.abs(expected).max()}
   score = jax.jit(page_scores)
   for num_pages, read in ((1, 4), (4, 4), (5, 8), (8, 8), (9, 14), (14, 14)):
@@ -63,18 +64,21 @@ def test_scores(d, group, dtype):
 
 @pytest.mark.parametrize("dtype", RELATIVE)
 def test_products_with_int8(dtype):
-  """Segments of fewer pages than are converted at a time, of as many, and of a rest."""
+  """Segments of fewer pages than a panel, of one panel, of two, and of one with more pages."""
   queries = _normal(0, (2, 2, 3, 33), dtype)
   rng = np.random.default_rng(1)
-  numbers = rng.integers(-127, 128, (2, 2, 33, 274)).astype(np.int8)
-  scales = rng.uniform(0.1, 2, (2, 2, 1, 274)).astype(np.float32)
+  numbers = rng.integers(-127, 128, (2, 2, 33, 302)).astype(np.int8)
+  scales = rng.uniform(0.1, 2, (2, 2, 1, 302)).astype(np.float32)
   products = np.einsum("bkgz,bkzp->bkgp", np.asarray(queries, np.float64), numbers.astype(float))
   expected = products * scales
   tolerance = {"rtol": RELATIVE[dtype], "atol": RELATIVE[dtype] * np.abs(expected).max()}
-  places = [10, 74, 174]  # segments of 10, 64, 100 and 100 pages
-  segments = [tuple(map(jnp.asarray, np.split(x, places, axis=-1))) for x in (numbers, scales)]
+  places = [10, 74, 202]  # segments of 10, 64, 128 and 100 pages
+  segments = [
+    tuple(in_panels(jnp.asarray(one)) for one in np.split(x, places, axis=-1))
+    for x in (numbers, scales)
+  ]
   product = jax.jit(lambda q, digests, count, scales: page_products(q, digests, count, scales))
-  for num_pages, read in ((1, 10), (10, 10), (11, 74), (274, 274)):
+  for num_pages, read in ((1, 10), (10, 10), (11, 74), (75, 202), (302, 302)):
     found = product(queries, segments[0], jnp.int32(num_pages), segments[1])
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found[..., :read], expected[..., :read], **tolerance)
@@ -84,7 +88,7 @@ def test_products_with_int8(dtype):
 def test_scores_of_real_pages_keep_to_themselves():
   """NaN in the bounds of one page is no other page's concern."""
   whole = _normal(1, (1, 1, 32, 6)).at[..., 4:].set(jnp.nan)
-  found = page_scores(_normal(0, (1, 1, 2, 16)), (whole,), jnp.int32(4))
+  found = page_scores(_normal(0, (1, 1, 2, 16)), (in_panels(whole),), jnp.int32(4))
   assert np.isfinite(found[..., :4]).all()
 
 
@@ -92,9 +96,10 @@ def test_score_is_an_upper_bound_and_exact_for_pages_of_one_key():
   q, keys = _normal(0, (1, 1, 4, 16)), _normal(1, (1, 1, 6, 8, 16))
   products = jnp.einsum("bkgd,bkpcd->bkgpc", q, keys)
   of_pages = bounds.page_bounds(keys, jnp.ones(keys.shape[:-1], bool)).swapaxes(2, 3)
-  assert (page_scores(q, (of_pages,), jnp.int32(6)) >= products.max(axis=-1) - 1e-5).all()
+  found = page_scores(q, (in_panels(of_pages),), jnp.int32(6))
+  assert (found >= products.max(axis=-1) - 1e-5).all()
   of_keys = bounds.page_bounds(keys.reshape(1, 1, 48, 1, 16), jnp.ones((1, 1, 48, 1), bool))
-  found = page_scores(q, (of_keys.swapaxes(2, 3),), jnp.int32(48))
+  found = page_scores(q, (in_panels(of_keys.swapaxes(2, 3)),), jnp.int32(48))
   np.testing.assert_allclose(found, products.reshape(1, 1, 4, 48), atol=1e-5)
 
 

@@ -65,7 +65,7 @@ def test_projection(raced):
 
 
 def test_scores_and_bounds(raced):
-  q, digests = jnp.ones((1, 1, 4, 64), "bfloat16"), jnp.ones((1, 1, 128, 128), "bfloat16")
+  q, digests = jnp.ones((1, 1, 4, 64), "bfloat16"), jnp.ones((1, 1, 2, 128, 64), "bfloat16")
   assert not raced(page_scores, q, [digests], jnp.int32(128), group="max", **MOSAIC)
   ids = jnp.asarray([3, 1], jnp.int32)
   assert not raced(bounds_of_pages, jnp.ones((5, 16, 64)), ids, ids * 0 + 9, **MOSAIC)
