@@ -2,7 +2,7 @@
 
 A digest of a page is Z numbers. Panels f[B, K, C, Z, 64] hold the digests of 64 C pages: an array
 f[Z, 64] is multiplied as it lies, where f[Z, pages] would first be copied by XLA's libraries for a
-CPU (160 us for 350, for 4 x 3 lists of 512 pages of 128 numbers and three queries each), and on a
+CPU (160 us for 330, for 4 x 3 lists of 512 pages of 128 numbers and three queries each), and on a
 GPU it is what a program fetches at once. They grow in segments, as `segments` do; pages that do not
 fill a panel have a narrower one of their own.
 """
