@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, generate, make_policy, prepare, selected_pages
+from kvjax.cache.page_panels import in_order
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
 from kvjax.policies.quest import GROUPS
 from kvjax.types import Inputs
 from tests.kvjax import matrix
 from tests.kvjax.pages_by_hand import grouped
+from tests.panels import in_panels
 
 B, K, G, D = 2, 2, 4, 16
 MODEL, PARAMS = matrix.tiny_model(matrix.Shape(K, G, D))
@@ -107,10 +109,9 @@ def test_score_is_a_bound_of_every_key_of_the_page():
   state = _filled(policy, keys, lengths, 16)
   q = _normal(1, (1, 1, K * G, D))
   products = jnp.einsum("kgd,tkd->kgt", q[0, 0].reshape(K, G, D), keys[0]).max(axis=1)
-  (bounds,) = state[0]
-  highest, lowest = jnp.split(bounds[0], 2, axis=1)  # f[K, D, P]
-  heads = q[0, 0].reshape(K, G, D, 1)
-  scores = jnp.maximum(heads * highest[:, None], heads * lowest[:, None]).sum(axis=2).max(axis=1)
+  highest, lowest = jnp.split(in_order(state[0])[0], 2, axis=-1)  # f[K, P, D]
+  heads = q[0, 0].reshape(K, G, 1, D)
+  scores = jnp.maximum(heads * highest[:, None], heads * lowest[:, None]).sum(axis=-1).max(axis=1)
   assert (scores >= products.reshape(K, 8, 16).max(axis=-1) - 1e-5).all()
   (sets,) = _chosen(policy, state, q, lengths)
   assert sets == [{int(best)} for best in scores.argmax(axis=-1)]
@@ -137,14 +138,13 @@ def test_bounds_kept_up_equal_bounds_computed_anew(chunk):
   rows = matrix.tokens_of((150, 127, 3), seed=4)
   cache = prefill(runner, PARAMS, [row[:-20] or row for row in rows])[1]
   for step in range(22):
-    (bounds,) = cache.policy_state[0]
     keys = np.asarray(matrix.paged_keys(cache, 0))  # f[B, K, P, C, D]
-    found = np.asarray(bounds)
+    found = np.asarray(in_order(cache.policy_state[0]))
     for row, length in enumerate(cache.lengths.tolist()):
       for page in range(-(-length // 16)):
         held = keys[row, :, page, : length - page * 16]  # f[K, C, D]
         expected = np.concatenate([held.max(axis=1), held.min(axis=1)], axis=-1)
-        np.testing.assert_array_equal(found[row, :, :, page], expected)
+        np.testing.assert_array_equal(found[row, :, page], expected)
     cache = steps.decode_step(runner, PARAMS, cache, jnp.full(3, step, jnp.int32))[1]
 
 
@@ -152,7 +152,7 @@ def test_pages_of_one_token_make_it_exact_top_k():
   """(e): at page size 1 the score is q.k itself. The cache has no such pages, the policy has."""
   policy = make_policy("quest", budget_tokens=5, page_size=1, group="none", force_last=False)
   keys, lengths = _normal(0, (1, 40, K, D)), jnp.asarray([40])
-  state = ((jnp.concatenate([keys, keys], axis=-1).transpose(0, 2, 3, 1),),)
+  state = ((in_panels(jnp.concatenate([keys, keys], axis=-1).transpose(0, 2, 3, 1)),),)
   q = _normal(1, (1, 1, K * G, D))
   (found,) = _chosen(policy, state, q, lengths)
   products = jnp.einsum("kgd,tkd->kgt", q[0, 0].reshape(K, G, D), keys[0]).reshape(K * G, 40)
@@ -179,7 +179,7 @@ def test_bounds_in_segments():
   keys, lengths = _normal(0, (1, pages * page_size, K, D)), jnp.asarray([pages * page_size - 3])
   policy = make_policy("quest", budget_tokens=24, page_size=page_size)
   state = _filled(policy, keys, lengths, page_size)
-  assert [segment.shape[-1] for segment in state[0]] == [512, 188]
+  assert [segment.shape[2::2] for segment in state[0]] == [(8, 64), (2, 64), (1, 60)]
   q = _normal(1, (1, 1, K * G, D))
   expected = _by_hand(q[0], keys[0], int(lengths[0]), page_size, 3, "max", True)
   assert _chosen(policy, state, q, lengths)[0] == expected
