@@ -93,7 +93,7 @@ def append_bounds(
   """The bounds of every row's pages after one more key in one of them. Donate the bounds.
 
   Args:
-    bounds: f[B, K, 2*D, P], as `page_scores` reads them.
+    bounds: f[B, K, 2*D, P], as a panel of P pages that `page_scores` reads.
     key: f[B, K, D].
     place: i32[B], page of the row that the key belongs to; out of range nothing is written.
     first: bool[B], the key is the first one of its page.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+
 from pallas_kernels.page_scores import PANEL
 
 
@@ -10,3 +12,10 @@ def in_panels(x):
   b, k, z, p = x.shape
   count = p // PANEL if p % PANEL == 0 else 1
   return x.reshape(b, k, z, count, p // count).swapaxes(2, 3)
+
+
+def in_order(segments):
+  """[B, K, P, Z] of segments of panels [B, K, C, Z, W]."""
+  return jnp.concatenate(
+    [x.swapaxes(3, 4).reshape(*x.shape[:2], -1, x.shape[3]) for x in segments], axis=2
+  )

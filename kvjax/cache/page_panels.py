@@ -73,13 +73,6 @@ def write_pages(
   return tuple(written)
 
 
-def in_order(segments: Segments) -> jax.Array:
-  """[B, K, P, Z]: the digests of all pages, for tests and for study."""
-  return jnp.concatenate(
-    [x.swapaxes(3, 4).reshape(*x.shape[:2], -1, x.shape[3]) for x in segments], axis=2
-  )
-
-
 def _written(segment: jax.Array, pages: jax.Array, digests: jax.Array) -> jax.Array:
   """With digests [B, K, S, Z] in its pages i32[B, S]; outside of it nothing is written."""
   pages = jnp.where(pages < 0, num_pages(segment), pages)  # a negative index would wrap around

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, Sampling, make_policy, prepare
-from kvjax.cache.page_panels import in_order
 from kvjax.engine import steps
 from kvjax.policies._digests import DIGESTS, SPREAD
 from kvjax.policies._kept import quantised
@@ -35,7 +34,7 @@ from tests.kvjax.pages_by_hand import (
   prefilled,
   scores_of_page,
 )
-from tests.panels import in_panels
+from tests.panels import in_order, in_panels
 
 FORMS = tuple(name for name in DIGESTS if name != "exact")
 SHAPE = matrix.SHAPES[0]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache import page_panels
-from kvjax.cache.page_panels import in_order, no_panels, read_page, write_page, write_pages
+from kvjax.cache.page_panels import no_panels, read_page, write_page, write_pages
 from pallas_kernels.page_scores import PANEL
+from tests.panels import in_order
 
 B, K, Z = 2, 2, 3
 TOTAL = 512 + PANEL + 10  # a segment of eight panels, one of one, and one of ten pages

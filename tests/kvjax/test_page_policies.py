@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, make_policy, prepare
-from kvjax.cache.page_panels import in_order
 from kvjax.engine import steps
 from kvjax.policies._digests import DIGESTS
 from kvjax.policies._lists import where_due
@@ -37,7 +36,7 @@ from tests.kvjax.pages_by_hand import (
   scores_of_page,
   scores_of_row,
 )
-from tests.panels import in_panels
+from tests.panels import in_order, in_panels
 
 OPTIONS = {"lserve": {"logical": 8}, "flexicache_adaptive": {"longest": 32}}  # at 64 tokens
 FORMS = tuple(name for name in DIGESTS if name != "exact")

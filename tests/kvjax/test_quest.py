@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from kvjax import CacheConfig, generate, make_policy, prepare, selected_pages
-from kvjax.cache.page_panels import in_order
 from kvjax.engine import steps
 from kvjax.engine.generate import prefill
 from kvjax.policies.quest import GROUPS
 from kvjax.types import Inputs
 from tests.kvjax import matrix
 from tests.kvjax.pages_by_hand import grouped
-from tests.panels import in_panels
+from tests.panels import in_order, in_panels
 
 B, K, G, D = 2, 2, 4, 16
 MODEL, PARAMS = matrix.tiny_model(matrix.Shape(K, G, D))
